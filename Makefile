@@ -1,0 +1,40 @@
+# `make demo` and `make test` are all a new user needs; both set up .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: help setup demo test check format bench clean
+
+help:  ## what there is to make
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY)  ## .venv with everything pinned
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Paceline needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev,trackers]'
+	touch $(READY)
+
+demo: setup  ## train on 2 local workers, about a minute
+	$(BIN)/paceline train fashion-mnist-mini --workers 2 --name demo
+
+test: setup  ## the whole suite
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup  ## lint, format, types, who imports whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup  ## rewrite files to house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup  ## measure 1 against 2 CPU workers; rewrites bench/results/workers.json
+	$(BIN)/python bench/workers.py
+
+clean:  ## remove .venv and caches (records in runs/ stay)
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -1,0 +1,47 @@
+"""Paceline: train the same PyTorch model on any number of workers, without losing accuracy.
+
+The public names below are loaded when first used, so that `import paceline` costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.config import Config as Config
+    from paceline.data.loaders import Arrays as Arrays
+    from paceline.data.sampler import Sampler as Sampler
+    from paceline.dist.world import World as World
+    from paceline.dist.world import world as world
+    from paceline.errors import PacelineError as PacelineError
+    from paceline.optim.schedules import Schedule as Schedule
+    from paceline.training.observers import Result as Result
+    from paceline.training.run import train as train
+    from paceline.training.task import Task as Task
+    from paceline.training.task import classify as classify
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Arrays": "paceline.data.loaders",
+    "Config": "paceline.config",
+    "PacelineError": "paceline.errors",
+    "Result": "paceline.training.observers",
+    "Sampler": "paceline.data.sampler",
+    "Schedule": "paceline.optim.schedules",
+    "Task": "paceline.training.task",
+    "World": "paceline.dist.world",
+    "classify": "paceline.training.task",
+    "train": "paceline.training.run",
+    "world": "paceline.dist.world",
+}
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,152 @@
+"""The command line: parse, then one line a verb."""
+
+import argparse
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from paceline import __version__
+from paceline.config import add_flags, make_config, read_recipe
+from paceline.dist.launch import INTERRUPTED, is_lost_contact, report_failure, start_as_worker
+from paceline.dist.place import read_place
+from paceline.errors import PacelineError, UsageError
+
+_EXAMPLES = """examples:
+  paceline train fashion-mnist-mini --workers 2
+  paceline train my_task.py --epochs 10 --global-batch 1024
+  torchrun --nproc-per-node 4 -m paceline train fashion-mnist
+  paceline data fetch fashion-mnist
+  paceline doctor
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 done, 1 failed, 2 the user's mistake, 3 diverged, 130 interrupted."""
+    start_as_worker()
+    code = run(sys.argv[1:] if argv is None else argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of torch's backends can abort a process that is shutting down its interpreter; nothing is left to do here.
+    os._exit(code) if "torch" in sys.modules else sys.exit(code)
+
+
+def run(argv: Sequence[str]) -> int:
+    """The exit code of a command line. Errors become one line, or a traceback where they are nobody's mistake but ours."""
+    try:
+        return _verb(_parse(argv))
+    except KeyboardInterrupt:
+        print("paceline: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        return _explain(error)
+
+
+def _verb(args: argparse.Namespace) -> int:
+    options = vars(args)
+    verb = options.pop("verb")
+    if verb == "train":
+        from paceline.training.run import train
+
+        task, recipe = options.pop("task"), options.pop("recipe")
+        options = {**read_recipe(recipe), **options} if recipe else options
+        make_config(options)  # a mistake in the flags shows before torch is loaded
+        train(task, **options)
+        return 0
+    if verb == "data":
+        from paceline.data import verb as data
+
+        folder = Path(args.data_dir) if args.data_dir else None
+        if args.action == "list":
+            return data.list_data(folder)
+        return (data.fetch if args.action == "fetch" else data.verify)(args.name, folder)
+    from paceline.measure.doctor import doctor
+
+    return doctor()
+
+
+def _explain(error: Exception) -> int:
+    """Say what went wrong, once, and give the exit code."""
+    known = isinstance(error, PacelineError)
+    place = None
+    try:
+        place = read_place()
+    except UsageError:
+        pass
+    rank = place.rank if place else 0
+    if place and place.launcher == "paceline" and report_failure(rank, error):
+        return error.exit_code if isinstance(error, PacelineError) else 1
+    prefix = f"paceline: worker {rank}: " if place and place.size > 1 else "paceline: "
+    if known and isinstance(error, UsageError) and rank != 0:
+        return error.exit_code  # all workers made the same mistake; rank 0 says so
+    if known:
+        print(f"{prefix}{error}", file=sys.stderr)
+    elif is_lost_contact(error):
+        print(f"{prefix}lost contact with another worker: its own error is the cause", file=sys.stderr)
+    else:
+        print(f"{prefix}failed:\n{traceback.format_exc()}", file=sys.stderr)
+    return error.exit_code if isinstance(error, PacelineError) else 1
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(
+        prog="paceline",
+        description="Train the same PyTorch model on any number of workers, without losing accuracy.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"paceline {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    def verb(name: str, about: str) -> argparse.ArgumentParser:
+        return verbs.add_parser(name, help=about, description=about, allow_abbrev=False)
+
+    wants = _wanted(argv, ("train", "data", "doctor"))
+    train = verb("train", "Train a task on any number of workers.")
+    if wants == "train":
+        train.add_argument("task", help="fashion-mnist, fashion-mnist-mini, my_task.py or module:function")
+        train.add_argument("--recipe", metavar="FILE", help="options from a TOML file; flags override them")
+        add_flags(train)
+    data = verb("data", "List, fetch or verify the built-in data sets.")
+    data.add_argument("action", choices=("list", "fetch", "verify"))
+    data.add_argument("name", nargs="?", default="fashion-mnist")
+    data.add_argument("--data-dir", default="", metavar="DIR")
+    verb("doctor", "Check this machine: torch, devices, backends, network, data, a real all-reduce.")
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        chosen = {"train": train, "data": data}.get(wants or "", parser)
+        raise _unknown_argument(rest[0], chosen)
+    return args
+
+
+def _wanted(argv: Sequence[str], verbs: Sequence[str]) -> str | None:
+    """The verb asked for; a UsageError with the nearest one where it does not exist."""
+    first = next((arg for arg in argv if not arg.startswith("-")), None)
+    if first is not None and first not in verbs:
+        from paceline.errors import unknown
+
+        raise unknown("verb", first, verbs)
+    return first
+
+
+def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> UsageError:
+    name = argument.partition("=")[0]
+    known: list[Any] = list(parser._option_string_actions)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    kind = "flag" if name.startswith("-") else "argument"
+    hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
+    return UsageError(f"unknown {kind} {name}: {hint}")

@@ -1,0 +1,302 @@
+"""What a run is told: one frozen dataclass that flags, TOML recipes and the record all come from.
+
+A field is a flag (`base_lr` is `--base-lr`), a TOML key and a line of `config.toml` in the record; the text under it is its help.
+Nothing here imports torch, so that `paceline --help` answers at once.
+"""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.errors import UsageError, unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything `paceline train` can be told. Values are as the user means them; what follows from them is the contract."""
+
+    workers: int | None = None
+    """Workers to start on this node: one GPU each, or that many CPU workers where there is no GPU (default 1). Under torchrun,
+    srun or mpirun the world is already there and this may be left out."""
+    nodes: int = 1
+    """Nodes in the run, each started by hand with its own --node-id."""
+    node_id: int = 0
+    """Which node this is, from 0."""
+    rendezvous: str = ""
+    """HOST:PORT on node 0 where the nodes meet (default: $MASTER_ADDR:$MASTER_PORT). Needed with --nodes."""
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
+    """Who carries the messages: nccl for GPUs, gloo for CPUs, mpi where this torch has it."""
+    timeout_s: float = 600.0
+    """Seconds a worker waits for the others before it gives up."""
+
+    model: str = ""
+    """NAME or NAME:key=value,key=value: linear, mlp, cnn, resnet, wide_resnet, course_wide_resnet (default: the task's)."""
+    data_dir: str = ""
+    """Folder to look in for the data first."""
+    train_samples: int = 0
+    """Train on the first so many samples only (0: all)."""
+    pixels: Literal["standard", "unit"] = "standard"
+    """Scale pixels to mean 0 and deviation 1 (standard) or to [0, 1] (unit)."""
+    crop: int = 0
+    """Random crop after padding each side by so many pixels."""
+    flip: bool = False
+    """Flip images left to right half of the time."""
+    erase: float = 0.0
+    """Probability of erasing a random rectangle of an image."""
+    loader: Literal["auto", "resident", "streaming"] = "auto"
+    """Keep the data set on the worker's device (resident) or stream it through torch's DataLoader."""
+    loader_workers: int = 2
+    """Processes a worker's DataLoader uses when streaming."""
+
+    reference_batch: int = 128
+    """The batch that base_lr is trusted at, on one worker."""
+    global_batch: int | None = None
+    """Samples a step over all workers (default: reference_batch for each worker)."""
+    accumulate: int = 1
+    """Cut each worker's share of a step into so many micro-batches (less memory, same step)."""
+    optimizer: str = "sgd"
+    """sgd or adamw."""
+    base_lr: float = 0.05
+    """The learning rate at reference_batch."""
+    lr_rule: Literal["linear", "sqrt", "none"] = "linear"
+    """How the learning rate grows with k = global_batch / reference_batch."""
+    momentum: float = 0.9
+    """SGD's momentum."""
+    nesterov: bool = True
+    """Nesterov's form of momentum."""
+    beta1: float = 0.9
+    """AdamW's first decay rate."""
+    beta2: float = 0.999
+    """AdamW's second decay rate."""
+    weight_decay: float = 5e-4
+    """Weight decay; norms and biases have none unless --decay-all."""
+    decay_all: bool = False
+    """Decay norms and biases too."""
+    label_smoothing: float = 0.0
+    """Label smoothing of the training loss."""
+    clip_norm: float = 0.0
+    """Clip the gradient of the whole step to this norm (0: off)."""
+
+    schedule: Literal["constant", "linear", "cosine", "one-cycle"] = "one-cycle"
+    """The learning rate after warm-up: constant, falling to 0 (linear, cosine), or up and down again (one-cycle)."""
+    schedule_by: Literal["step", "epoch"] = "step"
+    """Move the learning rate every step or once an epoch."""
+    warmup_epochs: float = 0.0
+    """Warm up over so many epochs."""
+    warmup_steps: int = 0
+    """Warm up over so many steps."""
+    warmup_from: float | None = None
+    """Where warm-up starts, as a fraction of the peak (default 1/k: at base_lr under the linear rule)."""
+    peak_at: float = 0.3
+    """Where one-cycle peaks, as a fraction of the run."""
+
+    epochs: int = 5
+    """Epochs at most."""
+    max_steps: int = 0
+    """Stop after so many steps (0: no such limit)."""
+    target_accuracy: float = 0.0
+    """Stop when validation accuracy reaches this (0: no target) ..."""
+    patience: int = 1
+    """... in so many epochs in a row."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16 runs the forward pass under autocast; weights and optimizer stay fp32."""
+    seed: int = 0
+    """All randomness follows from it."""
+    eval_batch: int = 250
+    """Samples a forward pass in validation."""
+    check_every: int = 100
+    """Check every so many steps, and after each epoch, that all workers hold the same weights (0: after each epoch only)."""
+
+    runs_dir: str = "runs"
+    """Folder that records go to."""
+    name: str = ""
+    """Name of the record (default: task, date and time); a number is added where it is taken."""
+    log_every: int = 10
+    """A row in metrics.jsonl every so many steps."""
+    tracker: Literal["none", "tensorboard"] = "none"
+    """Also write to a tracker (pip install 'paceline[trackers]')."""
+
+    def __post_init__(self) -> None:
+        for name, low in _AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= low:
+                raise UsageError(f"{flag(name)} is {value}: it must be at least {low}")
+        for name in _FRACTIONS:
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"{flag(name)} is {getattr(self, name)}: it must lie between 0 and 1")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"{flag(field.name)} is {value}: it must be a finite number")
+        if self.base_lr == 0:
+            raise UsageError("--base-lr is 0: nothing would be learned")
+        if self.node_id >= self.nodes:
+            raise UsageError(f"--node-id is {self.node_id}, but with --nodes {self.nodes} it must lie between 0 and {self.nodes - 1}")
+        if self.warmup_epochs and self.warmup_steps:
+            raise UsageError("--warmup-epochs and --warmup-steps are both given: choose one")
+        if self.schedule == "one-cycle" and (self.warmup_epochs or self.warmup_steps):
+            raise UsageError("one-cycle warms up by itself (--peak-at): use --schedule cosine, linear or constant with a warm-up")
+        if self.nesterov and not self.momentum and self.optimizer == "sgd":
+            object.__setattr__(self, "nesterov", False)  # Nesterov's form of no momentum is plain SGD
+        if Path(self.name).name != self.name:
+            raise UsageError(f"--name is {self.name!r}: it must be a plain name; the folder is --runs-dir")
+
+
+_AT_LEAST: dict[str, float] = {
+    **dict.fromkeys(("workers", "nodes", "reference_batch", "global_batch", "accumulate", "epochs", "patience"), 1),
+    **dict.fromkeys(("eval_batch", "log_every"), 1),
+    **dict.fromkeys(("node_id", "train_samples", "crop", "loader_workers", "base_lr", "weight_decay", "clip_norm"), 0),
+    **dict.fromkeys(("warmup_epochs", "warmup_steps", "max_steps", "seed", "check_every", "timeout_s"), 0),
+}
+_FRACTIONS = ("erase", "momentum", "beta1", "beta2", "label_smoothing", "target_accuracy", "peak_at")
+
+SECTIONS = {
+    "where it runs": "workers",
+    "model and data": "model",
+    "batch and optimizer": "reference_batch",
+    "schedule": "schedule",
+    "the run": "epochs",
+    "the record": "runs_dir",
+}
+"""Headings of the help text, each with the first field below it."""
+
+
+def flag(name: str) -> str:
+    """The flag of a field: `base_lr` is `--base-lr`."""
+    return "--" + name.replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the parser one flag a field. A flag that is not given leaves no attribute behind, so that recipes can fill it."""
+    docs, kinds = _docs(), typing.get_type_hints(Config)
+    heading = {first: title for title, first in SECTIONS.items()}
+    group: Any = parser
+    for field in dataclasses.fields(Config):
+        if field.name in heading:
+            group = parser.add_argument_group(heading[field.name])
+        kind, text = kinds[field.name], docs[field.name].replace("%", "%%")
+        if field.default not in (None, ""):
+            text += f" [{field.default}]"
+        if kind is bool:
+            group.add_argument(
+                flag(field.name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text, dest=field.name
+            )
+        else:
+            choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+            metavar = "|".join(choices) if choices else field.name.upper().rsplit("_", 1)[-1]
+            group.add_argument(
+                flag(field.name), default=argparse.SUPPRESS, type=str, metavar=metavar, help=text, dest=field.name
+            )
+
+
+def make_config(*layers: Mapping[str, Any]) -> Config:
+    """A Config from layers of options, the later ones winning: the task's defaults, a recipe, flags."""
+    kinds = typing.get_type_hints(Config)
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            if key not in kinds:
+                raise unknown("key", key, kinds)
+            merged[key] = _convert(key, value, kinds[key])
+    return Config(**merged)
+
+
+def read_recipe(path: str) -> dict[str, Any]:
+    """The options in a TOML file: keys are Config's fields."""
+    try:
+        with open(path, "rb") as file:
+            options = tomllib.load(file)
+    except OSError as error:
+        raise UsageError(f"cannot read recipe {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"recipe {path} is not valid TOML: {error}") from None
+    known = {field.name for field in dataclasses.fields(Config)}
+    for key in options:
+        if key not in known:
+            error = unknown("key", key, known)
+            raise UsageError(f"recipe {path}: {error}")
+    return options
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML that `--recipe` reads back to an equal Config."""
+    lines = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is None:
+            continue
+        lines.append(f"{field.name} = {_toml_value(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def to_flags(options: Mapping[str, Any]) -> list[str]:
+    """The command-line flags that say these options."""
+    flags = []
+    for key, value in options.items():
+        if isinstance(value, bool):
+            flags.append(flag(key) if value else "--no-" + key.replace("_", "-"))
+        elif value is not None:
+            flags.append(f"{flag(key)}={value}")
+    return flags
+
+
+def _convert(key: str, value: Any, kind: Any) -> Any:
+    """`value`, from a flag (text), TOML or Python, as the field's type; a UsageError where it does not fit."""
+    if isinstance(kind, types.UnionType):  # `int | None`
+        if value is None:
+            return None
+        kind = next(arm for arm in typing.get_args(kind) if arm is not type(None))
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise unknown(f"value for {flag(key)}", str(value), choices)
+        return value
+    wrong = UsageError(f"{flag(key)} is {value!r}: it must be {_KIND_WORDS[kind]}")
+    if kind is bool or isinstance(value, bool):
+        if kind is not bool or not isinstance(value, bool):
+            raise wrong
+        return value
+    if kind is str and not isinstance(value, str):
+        raise wrong
+    if kind is int and isinstance(value, float):
+        raise wrong
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        raise wrong from None
+
+
+_KIND_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = "".join(
+            "\\" + c if c in '"\\' else c if c.isprintable() else f"\\U{ord(c):08x}" for c in value
+        )  # a basic string: TOML knows no raw control characters
+        return f'"{escaped}"'
+    return repr(value)
+
+
+def _docs() -> dict[str, str]:
+    """Each field's help: the string that stands under it in this file."""
+    (tree,) = ast.parse(inspect.getsource(Config)).body
+    assert isinstance(tree, ast.ClassDef)
+    docs: dict[str, str] = {}
+    pairs: Sequence[tuple[ast.stmt, ast.stmt]] = list(zip(tree.body, tree.body[1:], strict=False))
+    for field, text in pairs:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            assert isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+            docs[field.target.id] = " ".join(str(text.value.value).split())
+    return docs

@@ -1,0 +1,65 @@
+"""From stored pixels to what the model sees: scaling and augmentation of a whole batch at once, on its device.
+
+Every random choice is keyed by (seed, epoch, sample), so a sample looks the same in an epoch whoever trains on it (law 3).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.data.keys import key, keys_torch, uniform
+
+_AREA = (0.02, 0.25)  # of the image; Zhong et al. 2017, "Random Erasing", arXiv:1708.04896, uses up to 0.4
+_ASPECT = (0.3, 3.3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Turns (uint8 images NCHW, labels) into what a model trains on. In validation (`epoch` None) it only scales."""
+
+    mean: float = 0.0
+    deviation: float = 1.0
+    crop: int = 0
+    flip: bool = False
+    erase: float = 0.0
+    seed: int = 0
+
+    def __call__(self, batch: tuple[Tensor, ...], samples: Tensor, epoch: int | None) -> tuple[Tensor, ...]:
+        images, *rest = batch
+        if epoch is not None and (self.crop or self.flip):
+            images = self._shift(images, keys_torch(key(self.seed, epoch), samples))
+        images = images.to(torch.float32).mul_(1 / (255 * self.deviation)).sub_(self.mean / self.deviation)
+        if epoch is not None and self.erase:
+            images = self._erase(images, keys_torch(key(self.seed, epoch), samples))
+        return images, *rest
+
+    def _shift(self, images: Tensor, keys: Tensor) -> Tensor:
+        """Crop and flip as one gather: each row and column of the result names where it comes from."""
+        count, _, height, width = images.shape
+        pad = self.crop
+        rows = torch.arange(height, device=images.device).expand(count, height)
+        columns = torch.arange(width, device=images.device).expand(count, width)
+        if self.flip:
+            columns = torch.where(uniform(keys, 1)[:, None] < 0.5, width - 1 - columns, columns)
+        if pad:
+            images = torch.nn.functional.pad(images, (pad, pad, pad, pad))
+            rows = rows + (uniform(keys, 2) * (2 * pad + 1)).long()[:, None]
+            columns = columns + (uniform(keys, 3) * (2 * pad + 1)).long()[:, None]
+        flat = rows[:, :, None] * images.shape[3] + columns[:, None, :]
+        channels = images.shape[1]
+        index = flat.view(count, 1, -1).expand(count, channels, -1)
+        return images.flatten(2).gather(2, index).view(count, channels, height, width)
+
+    def _erase(self, images: Tensor, keys: Tensor) -> Tensor:
+        """Fill one random rectangle with zeros (the mean of standardised pixels)."""
+        _, _, height, width = images.shape
+        area = (_AREA[0] + (_AREA[1] - _AREA[0]) * uniform(keys, 4)) * height * width
+        aspect = torch.exp(torch.tensor(_ASPECT).log().to(images.device).diff() * uniform(keys, 5)) * _ASPECT[0]
+        tall, wide = (area * aspect).sqrt().clamp(1, height).round(), (area / aspect).sqrt().clamp(1, width).round()
+        top, left = (uniform(keys, 6) * (height - tall + 1)).floor(), (uniform(keys, 7) * (width - wide + 1)).floor()
+        rows, columns = torch.arange(height, device=images.device), torch.arange(width, device=images.device)
+        in_rows = (rows >= top[:, None]) & (rows < (top + tall)[:, None])
+        in_columns = (columns >= left[:, None]) & (columns < (left + wide)[:, None])
+        chosen = (uniform(keys, 8) < self.erase)[:, None, None]
+        return images.masked_fill((in_rows[:, :, None] & in_columns[:, None, :] & chosen)[:, None], 0.0)

@@ -1,0 +1,193 @@
+"""Two ways to bring batches to a worker's device, behind one method.
+
+`batches(plan, epoch)` yields one batch for every array of sample numbers in the plan. `Resident` holds the whole data set on the device;
+`Streaming` reads a map-style Dataset through torch's DataLoader. Both prepare batches on the device.
+"""
+
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from paceline.data.keys import key, seed_sample
+
+Batch = tuple[Any, ...]
+Plan = Sequence[np.ndarray]
+Prepare = Callable[[tuple[Tensor, ...], Tensor, int | None], tuple[Tensor, ...]]
+"""(batch on the device, sample numbers, epoch or None in validation) -> what the objective gets."""
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """A data set as tensors of equal length: inputs, targets, or however many there are."""
+
+    tensors: tuple[Tensor, ...]
+    about: str = ""
+    """Which data this is, for the contract and the record."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(tensor) for tensor in self.tensors}
+        if len(lengths) != 1:
+            raise ValueError(f"the arrays of a data set must have one length, not {sorted(lengths)}")
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        return tuple(tensor[indices] for tensor in self.tensors)
+
+    def first(self, count: int) -> "Arrays":
+        """The first `count` samples."""
+        return Arrays(tuple(tensor[:count] for tensor in self.tensors), self.about)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory it takes."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class Loader(Protocol):
+    """What the training loop sees of either loader."""
+
+    def batches(self, plan: Plan, epoch: int | None) -> Iterator[Batch]:
+        """One batch on the device for every array in the plan, in order."""
+        ...
+
+
+def make_loader(
+    data: Arrays | Dataset[Any], kind: str, prepare: Prepare | None, device: torch.device, workers: int, seed: int
+) -> Loader:
+    """The loader for this data: resident where it is arrays that fit, unless told otherwise."""
+    if isinstance(data, Arrays) and kind != "streaming" and (kind == "resident" or _fits(data, device)):
+        return Resident(data, prepare, device)
+    return Streaming(data, prepare, device, workers, seed)
+
+
+class Resident:
+    """The whole data set on the worker's device; a batch is one gather."""
+
+    def __init__(self, data: Arrays, prepare: Prepare | None, device: torch.device) -> None:
+        self._tensors = tuple(tensor.to(device) for tensor in data.tensors)
+        self._prepare, self._device = prepare, device
+
+    def batches(self, plan: Plan, epoch: int | None) -> Iterator[Batch]:
+        if not plan:
+            return
+        sizes = [len(samples) for samples in plan]
+        everything = torch.from_numpy(np.concatenate(plan)).to(self._device)  # one copy an epoch, not one a step
+        for samples in everything.split(sizes):
+            batch = tuple(tensor[samples] for tensor in self._tensors)
+            yield self._prepare(batch, samples, epoch) if self._prepare else batch
+
+
+class Streaming:
+    """torch's DataLoader, with worker processes kept between epochs, pinned memory and the next batch copied ahead on a GPU."""
+
+    def __init__(
+        self, data: Arrays | Dataset[Any], prepare: Prepare | None, device: torch.device, workers: int, seed: int
+    ) -> None:
+        self._prepare, self._device = prepare, device
+        self._plan = _PlanSampler()
+        self._loader = DataLoader(
+            _Keyed(data, seed),
+            batch_sampler=self._plan,
+            num_workers=workers,
+            pin_memory=device.type == "cuda",
+            persistent_workers=workers > 0,
+            collate_fn=_collate,
+        )
+
+    def batches(self, plan: Plan, epoch: int | None) -> Iterator[Batch]:
+        self._plan.plan, self._plan.epoch = plan, epoch
+        copied = self._copy_ahead(zip(self._loader, plan, strict=True))
+        for batch, samples in copied:
+            yield self._prepare(batch, samples, epoch) if self._prepare else batch
+
+    def _copy_ahead(self, batches: Iterator[tuple[Batch, np.ndarray]]) -> Iterator[tuple[Batch, Tensor]]:
+        if self._device.type != "cuda":
+            for batch, samples in batches:
+                yield batch, torch.from_numpy(samples)
+            return
+        stream = torch.cuda.Stream(self._device)
+        ready: tuple[Batch, Tensor] | None = None
+        for batch, samples in batches:
+            with torch.cuda.stream(stream):
+                coming = _to((batch, torch.from_numpy(samples)), self._device)
+            if ready is not None:
+                yield ready
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+            for tensor in _tensors(coming):
+                tensor.record_stream(torch.cuda.current_stream(self._device))
+            ready = coming
+        if ready is not None:
+            yield ready
+
+
+class _PlanSampler:
+    """Gives the DataLoader the plan of the moment; its workers live on from one epoch to the next."""
+
+    plan: Plan = ()
+    epoch: int | None = None
+
+    def __iter__(self) -> Iterator[list[tuple[int | None, int]]]:
+        for samples in self.plan:
+            yield [(self.epoch, sample) for sample in samples.tolist()]
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+
+class _Keyed(Dataset[Any]):
+    """A Dataset whose random numbers follow the sample: seeded by (seed, epoch, sample) before each is made."""
+
+    def __init__(self, data: Arrays | Dataset[Any], seed: int) -> None:
+        self._data, self._seed = data, seed
+
+    def __getitems__(self, asked: list[tuple[int | None, int]]) -> Any:
+        if isinstance(self._data, Arrays):
+            return self._data.__getitems__([sample for _, sample in asked])
+        return [self._one(epoch, sample) for epoch, sample in asked]
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self._data))
+
+    def _one(self, epoch: int | None, sample: int) -> Any:
+        seed_sample(key(self._seed, -1 if epoch is None else epoch, sample))
+        assert not isinstance(self._data, Arrays)
+        return self._data[sample]
+
+
+def _collate(items: Any) -> Batch:
+    return items if isinstance(items, tuple) else tuple(default_collate(items))
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple | list):
+        return tuple(_to(item, device) for item in value)
+    if isinstance(value, dict):
+        return {name: _to(item, device) for name, item in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def _fits(data: Arrays, device: torch.device) -> bool:
+    """Whether the data takes less than a third of the device's free memory (a CPU worker's data is in memory already)."""
+    return device.type != "cuda" or data.nbytes < torch.cuda.mem_get_info(device)[0] / 3

@@ -1,0 +1,85 @@
+"""What `paceline data` does: list the built-in data sets, fetch one, verify one.
+
+Each function prints its lines and returns the exit code. On a terminal a download rewrites one line; piped, it prints a line
+for each quarter of a file.
+"""
+
+import sys
+from pathlib import Path
+
+from paceline.data import fashion_mnist
+from paceline.errors import DataError
+
+
+def list_data(data_dir: Path | None = None) -> int:
+    """Each data set, its size (training + validation images), and where it is or how to get it."""
+    for name, source in fashion_mnist.SOURCES.items():
+        folder = fashion_mnist.find(name, data_dir)
+        if source.ships:
+            place = "ships with paceline"
+        else:
+            place = str(folder) if folder else f"not here: {fashion_mnist.WAYS_TO_GET_IT}"
+        print(f"{name:<20}{source.size:<18}{place}")
+    return 0
+
+
+def fetch(name: str, data_dir: Path | None = None) -> int:
+    """Have `name` on this machine, whole: in `data_dir` if that is given, otherwise anywhere that `load` looks."""
+    if fashion_mnist.source_named(name).ships:
+        print(f"{name} ships with paceline: nothing to fetch")
+        return 0
+    try:
+        folder = fashion_mnist.find(name) if data_dir is None else None
+        if folder is not None and all(verdict.ok for verdict in fashion_mnist.verify(folder, name)):
+            print(f"{name} is already in {folder}: all files are right")
+            return 0
+        show = _Progress()
+        try:
+            folder = fashion_mnist.fetch_fashion_mnist(data_dir, show)
+        finally:
+            show.end()
+    except DataError as error:
+        print(f"{name} was not fetched: {error}")
+        return 1
+    print(f"{name} is in {folder}: all files are right")
+    return 0
+
+
+def verify(name: str, data_dir: Path | None = None) -> int:
+    """Check each file of `name` against its published SHA-256: in `data_dir` alone if given, else where `load` would read."""
+    ships = fashion_mnist.source_named(name).ships
+    folder = fashion_mnist.find(name) if ships or data_dir is None else data_dir
+    if folder is None:
+        print(f"{name} is not here: {fashion_mnist.WAYS_TO_GET_IT}")
+        return 1
+    print(f"{name} in {folder}")
+    verdicts = fashion_mnist.verify(folder, name)
+    for verdict in verdicts:
+        print(f"  {'ok ' if verdict.ok else 'BAD'} {verdict.file:<28}{verdict.detail}")
+    return 0 if all(verdict.ok for verdict in verdicts) else 1
+
+
+class _Progress:
+    """Prints how far a download is. Remembers what it last said, so as to speak only when there is something new."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._last = ""
+        self._open_line = False
+
+    def __call__(self, file: str, done: int, total: int | None) -> None:
+        line = f"{file}: {done / 1e6:.1f} MB" if total is None else f"{file}: {done / 1e6:.1f} of {total / 1e6:.1f} MB"
+        news = line if self._terminal else f"{file} {4 * done // total if total else ''}"
+        if news == self._last:
+            return
+        self._last = news
+        if self._terminal:
+            print(f"\r{line:<60}", end="", flush=True)
+            self._open_line = True
+        else:
+            print(line, flush=True)
+
+    def end(self) -> None:
+        """Leave the line that was being rewritten, so that what follows has its own."""
+        if self._open_line:
+            print()

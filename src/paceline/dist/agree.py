@@ -1,0 +1,49 @@
+"""Do all workers hold the same weights? (law 6)
+
+Each tensor gets a 64-bit fingerprint of its bits, computed where it lies; workers compare fingerprints, a few bytes a tensor.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.dist.world import World
+from paceline.errors import WorkersDisagree
+
+_CHUNK = 1 << 22  # elements at a time: the int64 copy of a chunk is 32 MiB, whatever the tensor
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprints(tensors: Iterable[Tensor]) -> Tensor:
+    """One int64 a tensor: the sum of its bits, each element times an odd number of its own, modulo 2^64. No host sync."""
+    return torch.stack([_fingerprint(tensor) for tensor in tensors])
+
+
+def check_agreement(tensors: Mapping[str, Tensor], world: World, when: str) -> None:
+    """Raise WorkersDisagree on every worker if any tensor differs between any two. Every worker reaches this."""
+    if world.size == 1 or not tensors:
+        return
+    table = torch.zeros(world.size, len(tensors), dtype=torch.int64, device=world.device)
+    table[world.rank] = fingerprints(tensors.values())
+    dist.all_reduce(table)  # each row comes from one worker, so the sum is a gather (which gloo lacks for GPU tensors)
+    wrong = table.cpu() != table[0].cpu()
+    if wrong.any():
+        names = [name for name, differs in zip(tensors, wrong.any(0).tolist(), strict=True) if differs]
+        ranks = [str(rank) for rank, differs in enumerate(wrong.any(1).tolist()) if differs]
+        raise WorkersDisagree(
+            f"workers disagree {when}: {len(names)} of {len(tensors)} tensors differ (first: {names[0]}) between worker 0 and"
+            f" worker(s) {', '.join(ranks)}; something changes weights outside the optimizer, or a device is faulty"
+        )
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().flatten()
+    bits = flat.view(_BITS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        chunk = bits[start : start + _CHUNK].to(torch.int64)
+        odd = torch.arange(start, start + chunk.numel(), device=tensor.device) * 0x1E3779B97F4A7C15 * 2 + 1
+        total = total + ((chunk + 0x9E3779B9) * odd).sum()
+    return total

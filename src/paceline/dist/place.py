@@ -1,0 +1,152 @@
+"""Where this process stands in a world that somebody else started: torchrun, srun, mpirun or Paceline's own launcher.
+
+This file is the only reader of rank variables. It imports no torch: the command line asks it before anything heavy is loaded.
+"""
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import UsageError
+
+REPORTS_VARIABLE = "PACELINE_REPORTS"
+"""Set by Paceline's launcher for its workers: the folder where a failing worker leaves its report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One process's place in a world."""
+
+    rank: int = 0
+    local_rank: int = 0
+    node: int = 0
+    size: int = 1
+    local_size: int = 1
+    nodes: int = 1
+    launcher: str = "alone"
+    """alone, paceline, torchrun, srun or mpirun."""
+    run_key: str = ""
+    """What tells this world from others on the same machine, where the launcher gives no port to meet at."""
+
+
+def read_place(env: Mapping[str, str] | None = None) -> Place:
+    """This process's place, from the variables its launcher set; a place in a world of one where there are none."""
+    env = os.environ if env is None else env
+    if "RANK" in env and "WORLD_SIZE" in env:
+        local_size = _number(env, "LOCAL_WORLD_SIZE", 1)
+        place = Place(
+            rank=_number(env, "RANK"),
+            local_rank=_number(env, "LOCAL_RANK", 0),
+            node=_number(env, "GROUP_RANK", 0),
+            size=_number(env, "WORLD_SIZE"),
+            local_size=local_size,
+            nodes=max(1, _number(env, "WORLD_SIZE") // local_size),
+            launcher="paceline" if REPORTS_VARIABLE in env else "torchrun",
+        )
+    elif "OMPI_COMM_WORLD_RANK" in env:
+        rank, size = _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE")
+        local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
+        place = Place(
+            rank=rank,
+            local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank),
+            node=rank // local_size,  # mpirun fills one node after the other unless told otherwise
+            size=size,
+            local_size=local_size,
+            nodes=-(-size // local_size),
+            launcher="mpirun",
+            run_key="mpirun-" + (env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")),
+        )
+    elif _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in env:
+        # Only srun sets the STEP variables. A batch script has SLURM_NTASKS too but is one process; it may start its own workers.
+        node = _number(env, "SLURM_NODEID", 0)
+        place = Place(
+            rank=_number(env, "SLURM_PROCID"),
+            local_rank=_number(env, "SLURM_LOCALID"),
+            node=node,
+            size=_number(env, "SLURM_STEP_NUM_TASKS"),
+            local_size=_tasks_on_node(env.get("SLURM_STEP_TASKS_PER_NODE", "1"), node),
+            nodes=_number(env, "SLURM_STEP_NUM_NODES", 1),
+            launcher="srun",
+            run_key=f"srun-{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}",
+        )
+    else:
+        return Place()
+    if not (0 <= place.rank < place.size and 0 <= place.local_rank < place.local_size):
+        raise UsageError(
+            f"{place.launcher}'s variables contradict each other: rank {place.rank} of {place.size}, local rank"
+            f" {place.local_rank} of {place.local_size}"
+        )
+    return place
+
+
+def check_workers(place: Place, workers: int | None) -> None:
+    """`--workers` inside a world that already exists must agree with it (or be left out)."""
+    if place.launcher not in ("alone", "paceline") and workers not in (None, place.size):
+        raise UsageError(
+            f"--workers {workers}, but {place.launcher} started {place.size}: leave --workers out, or make the two agree"
+        )
+
+
+def meeting_point(place: Place, env: Mapping[str, str] | None = None) -> tuple[str, int | None]:
+    """Address and, if the launcher or the user fixed one, port of the worker with rank 0 (for srun and mpirun)."""
+    env = os.environ if env is None else env
+    port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else None
+    if "MASTER_ADDR" in env:
+        return env["MASTER_ADDR"], port
+    if place.nodes == 1:
+        return "127.0.0.1", port
+    if place.launcher == "srun":
+        return _slurm_address(env), port
+    raise UsageError("mpirun over several nodes needs to know where rank 0 is: add -x MASTER_ADDR=<its host>")
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_per_worker(local_size: int, env: Mapping[str, str] | None = None) -> int:
+    """Threads a CPU worker should use: its share of this node's cores, or what Slurm gave the task."""
+    env = os.environ if env is None else env
+    if "SLURM_CPUS_PER_TASK" in env and "SLURM_STEP_ID" in env:
+        return max(1, _number(env, "SLURM_CPUS_PER_TASK"))
+    return max(1, cores() // local_size)
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None:
+        if default is None:
+            raise UsageError(f"the variable {name} is missing: the launcher set some of its variables but not all")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"the variable {name} is {text!r}: it must be a whole number") from None
+
+
+def _tasks_on_node(spec: str, node: int) -> int:
+    """Slurm's `2(x3),1` means three nodes with 2 tasks and one with 1."""
+    counts: list[int] = []
+    for item in spec.split(","):
+        count, _, times = item.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts[node] if node < len(counts) else 1
+
+
+def _slurm_address(env: Mapping[str, str]) -> str:
+    """The address of the step's first node. Node names need not resolve, so Slurm's own NodeAddr is preferred."""
+    nodes = env.get("SLURM_STEP_NODELIST", "")
+    try:
+        first = _scontrol("hostnames", nodes).split()[0]
+        fields = dict(field.partition("=")[::2] for field in _scontrol("node", first).split() if "=" in field)
+        return fields.get("NodeAddr", first)
+    except (OSError, IndexError, subprocess.SubprocessError) as error:
+        raise UsageError(f"cannot ask scontrol where rank 0 is ({error}): set MASTER_ADDR to its host") from None
+
+
+def _scontrol(what: str, which: str) -> str:
+    return subprocess.run(
+        ["scontrol", "show", what, which], check=True, capture_output=True, text=True, timeout=30
+    ).stdout

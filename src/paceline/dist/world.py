@@ -1,0 +1,147 @@
+"""The world: who this worker is, on which device, talking through which backend. One frozen value, made once."""
+
+import fcntl
+import os
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from paceline.dist.meet import meet
+from paceline.dist.place import Place, cores, meeting_point, read_place, threads_per_worker
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What a worker knows about itself and the others."""
+
+    rank: int
+    local_rank: int
+    node: int
+    size: int
+    local_size: int
+    nodes: int
+    device: torch.device
+    backend: str
+    launcher: str
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker prints and writes records: rank 0 alone does."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until every worker is here."""
+        dist.barrier(device_ids=[self.device.index] if self.backend == "nccl" else None)
+
+
+@contextmanager
+def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
+    """Join the world this process was started in (alone is a world of one), and leave it at the end. Every worker reaches this."""
+    place = read_place()
+    device, backend = choose_device(place, backend)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif place.size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads_per_worker(place.local_size))
+    _choose_interface(place)
+    timeout = timedelta(seconds=timeout_s)
+    if backend == "mpi":
+        dist.init_process_group("mpi")
+    elif place.launcher in ("paceline", "torchrun"):  # these host the store and name it in MASTER_ADDR and MASTER_PORT
+        dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size)
+    else:
+        dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size, store=meet(place, timeout))
+    yield World(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        node=place.node,
+        size=place.size,
+        local_size=place.local_size,
+        nodes=place.nodes,
+        device=device,
+        backend=backend,
+        launcher=place.launcher,
+    )
+    # Not in a `finally`: after a failure the other workers may be stuck in a collective, and leaving in good order would wait
+    # for them. The process is about to end; the others notice the closed connection.
+    dist.destroy_process_group()
+
+
+def choose_device(place: Place, backend: str) -> tuple[torch.device, str]:
+    """This worker's device and the backend that suits it, or a UsageError that says what to ask for instead."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "auto":
+        backend = "nccl" if gpus and dist.is_nccl_available() else "gloo"
+    if backend not in backends():
+        raise UsageError(
+            f"--backend {backend}: this torch ({torch.__version__}) was built without it; it has {', '.join(backends())}"
+        )
+    if backend == "nccl":
+        if not gpus:
+            raise UsageError("--backend nccl: nccl needs GPUs and none is visible here; use --backend gloo")
+        bound_elsewhere = gpus == 1 and place.launcher in ("srun", "mpirun")  # each task may see its own GPU as number 0
+        if place.local_size > gpus and not bound_elsewhere:
+            raise UsageError(
+                f"{place.local_size} workers on a node with {gpus} GPU(s): use --workers {gpus}, or --backend gloo to share them"
+            )
+    return torch.device("cuda", place.local_rank % gpus) if gpus else torch.device("cpu"), backend
+
+
+def backends() -> list[str]:
+    """The backends this torch was built with."""
+    there = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(), "mpi": dist.is_mpi_available()}
+    return [name for name, here in there.items() if here]
+
+
+def describe_devices(world: World) -> str:
+    """`2 CPU workers, 1 thread each` or `4 x NVIDIA H200`: what the contract says about where it runs."""
+    if world.device.type == "cuda":
+        name = torch.cuda.get_device_name(world.device)
+        shared = world.local_size > torch.cuda.device_count()
+        return f"{world.size} x {name}" if not shared else f"{world.size} workers sharing {torch.cuda.device_count()} x {name}"
+    workers, threads = ("1 CPU worker" if world.size == 1 else f"{world.size} CPU workers"), torch.get_num_threads()
+    return f"{workers}, {threads} thread{'s' * (threads > 1)} each ({cores()} cores, no GPU)"
+
+
+def interfaces() -> dict[str, str]:
+    """Network interfaces that have an IPv4 address, with the address."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            except OSError:  # an interface without an address
+                continue
+            found[name] = socket.inet_ntoa(reply[20:24])
+    return found
+
+
+def _choose_interface(place: Place) -> None:
+    """Tell gloo which network interface to use, unless the user did.
+
+    Left alone, gloo looks up the host's own name, which on many systems is 127.0.1.1 (workers on two nodes then never meet) or
+    nothing at all (it then fails even alone).
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ or not sys.platform.startswith("linux"):
+        return
+    if place.nodes == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        return
+    host, _ = meeting_point(place)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing: it only picks the route
+            mine = probe.getsockname()[0]
+        except OSError:
+            return
+    for name, address in interfaces().items():
+        if address == mine:
+            os.environ["GLOO_SOCKET_IFNAME"] = name

@@ -1,0 +1,46 @@
+"""Every error Paceline raises on purpose, and how the nearest right name is found.
+
+A `PacelineError` is one line for the person at the terminal: what was found, the rule, what to change. The command line shows
+`str(error)` without a traceback and exits with `exit_code`.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class PacelineError(Exception):
+    """Something went wrong that a sentence explains better than a traceback."""
+
+    exit_code = 1
+
+
+class UsageError(PacelineError):
+    """The user asked for something that cannot be: exit code 2."""
+
+    exit_code = 2
+
+
+class DataError(PacelineError):
+    """Data is missing, damaged or cannot be fetched."""
+
+
+class RecordError(PacelineError):
+    """A record cannot be written or read (a full disk, a folder that is not ours)."""
+
+
+class WorkersDisagree(PacelineError):
+    """Workers that must hold the same weights do not (law 6)."""
+
+
+class Diverged(PacelineError):
+    """The loss stopped being finite: exit code 3."""
+
+    exit_code = 3
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
+    """The error for a name that does not exist: it suggests the nearest one, or lists them all."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+    return UsageError(f"unknown {kind} {name!r}: {hint}")

@@ -1,0 +1,1 @@
+"""What can be measured about a machine or a run."""

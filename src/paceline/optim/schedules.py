@@ -1,0 +1,64 @@
+"""The learning rate of every step, as a plain function of the step.
+
+`peak_lr` comes from the rule: linear (Goyal et al. 2017, arXiv:1706.02677: lr grows with k), square root, or none, where
+k = global_batch / reference_batch. Nothing here has state, so resuming needs nothing but the step number.
+"""
+
+import math
+from dataclasses import dataclass
+
+from paceline.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Warm-up, then a shape, over `total_steps`."""
+
+    peak_lr: float
+    total_steps: int
+    steps_per_epoch: int
+    shape: str = "constant"
+    by: str = "step"
+    warmup_steps: int = 0
+    warmup_from: float = 0.0
+    peak_at: float = 0.3
+
+    def lr(self, step: int) -> float:
+        """The learning rate of step `step` (from 0)."""
+        if self.by == "epoch":
+            step = step // self.steps_per_epoch * self.steps_per_epoch
+        if step < self.warmup_steps:
+            return self.peak_lr * (self.warmup_from + (1 - self.warmup_from) * step / self.warmup_steps)
+        if self.shape == "constant":
+            return self.peak_lr
+        done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        if self.shape == "linear":
+            return self.peak_lr * (1 - done)
+        if self.shape == "cosine":
+            return self.peak_lr * (1 + math.cos(math.pi * done)) / 2
+        peak = self.peak_at * self.total_steps
+        if step < peak:
+            return self.peak_lr * (self.warmup_from + (1 - self.warmup_from) * step / peak)
+        return self.peak_lr * (self.total_steps - step) / (self.total_steps - peak) if peak < self.total_steps else self.peak_lr
+
+
+def scale_lr(base_lr: float, k: float, rule: str) -> float:
+    """The peak learning rate at k times the reference batch."""
+    return base_lr * {"linear": k, "sqrt": math.sqrt(k), "none": 1.0}[rule]
+
+
+def make_schedule(config: Config, *, k: float, steps_per_epoch: int, total_steps: int) -> Schedule:
+    """The schedule of a run; warm-up starts at base_lr's share of the peak unless the user says where."""
+    peak_lr = scale_lr(config.base_lr, k, config.lr_rule)
+    one_cycle_start = 0.1  # one-cycle starts low whatever k is: its rise is its warm-up
+    start = one_cycle_start if config.schedule == "one-cycle" else min(1.0, 1 / k)
+    return Schedule(
+        peak_lr=peak_lr,
+        total_steps=total_steps,
+        steps_per_epoch=steps_per_epoch,
+        shape=config.schedule,
+        by=config.schedule_by,
+        warmup_steps=config.warmup_steps or round(config.warmup_epochs * steps_per_epoch),
+        warmup_from=start if config.warmup_from is None else config.warmup_from,
+        peak_at=config.peak_at,
+    )

@@ -1,0 +1,168 @@
+"""What a run leaves behind: a folder of its own with plain files in it.
+
+    config.toml        the resolved configuration; `--recipe` reads it back
+    environment.json   versions, hardware, launcher, command, git revision, the contract
+    metrics.jsonl      append-only: a row every few steps ("kind": "step") and one an epoch ("kind": "epoch")
+    course.csv         time,val_accuracy: one line an epoch
+    model.safetensors  the trained weights under the bare model's own names
+    result.json        how it ended: written last, so a record without it was cut short
+
+Nothing here imports torch, so that pages and predictions read records at once.
+"""
+
+import errno
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+from paceline.errors import RecordError
+
+
+class Record:
+    """One run's folder, open for writing. Rank 0 alone has one."""
+
+    def __init__(self, runs_dir: str, name: str) -> None:
+        with _explained(Path(runs_dir)):
+            self.path = _new_folder(Path(runs_dir), name)
+            self._metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
+            self._csv = (self.path / "course.csv").open("w", encoding="utf-8")
+            self._append(self._csv, "time,val_accuracy\n")
+
+    def write(self, name: str, text: str) -> None:
+        """Write a whole file at once: it is there complete, or not at all."""
+        with self.replacing(name) as path:
+            path.write_text(text, encoding="utf-8")
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Append a row to metrics.jsonl."""
+        self._append(self._metrics, json.dumps(_plain(row)) + "\n")
+
+    def course_row(self, time_s: float, accuracy: float) -> None:
+        """Append a line to the course's CSV."""
+        self._append(self._csv, f"{time_s:.3f},{accuracy:.4f}\n")
+
+    @contextmanager
+    def replacing(self, name: str) -> Iterator[Path]:
+        """A temporary path to write to; it takes the name when the block ends well, and is gone when it does not."""
+        temporary = self.path / f".{name}.part"
+        with _explained(self.path):
+            try:
+                yield temporary
+                with temporary.open("rb") as file:
+                    os.fsync(file.fileno())
+                temporary.replace(self.path / name)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Close the record with how it ended."""
+        self._metrics.close()
+        self._csv.close()
+        self.write("result.json", json.dumps(_plain(result), indent=2) + "\n")
+
+    def _append(self, file: TextIO, text: str) -> None:
+        """Append and hand over to the system: a row is there whole, or not at all, whatever happens next."""
+        with _explained(self.path):
+            end = file.tell()
+            try:
+                file.write(text)
+                file.flush()
+            except OSError:
+                os.truncate(file.name, end)
+                raise
+
+
+def close_cut_short(path: Path, status: str, why: str) -> None:
+    """Say in a record how it ended, for a run whose own worker no longer can. A record that has a result keeps it."""
+    if path.is_dir() and not (path / "result.json").exists():
+        (path / "result.json").write_text(json.dumps({"status": status, "why": why}, indent=2) + "\n")
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A record's result."""
+    try:
+        result: dict[str, Any] = json.loads((path / "result.json").read_text())
+    except (OSError, ValueError) as error:
+        raise RecordError(f"record {path} has no readable result.json: {error}") from None
+    return result
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine, command and git revision, as far as they are known without torch."""
+    packages = ("paceline", "torch", "numpy", "safetensors")
+    return {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "machine": platform.node(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "versions": {name: _version(name) for name in packages},
+        "git": _git_revision(),
+    }
+
+
+def _new_folder(runs_dir: Path, name: str) -> Path:
+    """A folder that did not exist before. mkdir is atomic, so two runs at once never share one."""
+    name = name or time.strftime("run-%Y%m%d-%H%M%S")
+    for number in range(1, 10_000):
+        path = runs_dir / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if runs_dir.is_dir():
+                continue
+            raise NotADirectoryError(errno.ENOTDIR, "is a file, not a folder", str(runs_dir)) from None
+        return path
+    raise RecordError(f"{runs_dir} holds 10,000 runs named {name}: choose another --name")
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        fix = "free some space or choose another --runs-dir" if error.errno == errno.ENOSPC else "choose another --runs-dir"
+        raise RecordError(f"cannot write the record in {path}: {error.strerror or error}; {fix}") from error
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """NaN and infinities as text: JSON has none, and other readers refuse them."""
+    return {k: str(v) if isinstance(v, float) and (v != v or v in (float("inf"), float("-inf"))) else v for k, v in row.items()}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def _git_revision() -> str | None:
+    """The revision of the folder the run was started in, `+` after it where files were changed since."""
+    try:
+        run = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,1 @@
+"""Training: the task, the loop, the step, exact validation, and who watches."""

@@ -1,0 +1,127 @@
+"""The contract: what a run is about to do, worked out once, printed before the first step and kept in the record."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.config import Config
+from paceline.data.sampler import Sampler
+from paceline.dist.world import World, describe_devices
+from paceline.optim.schedules import Schedule, make_schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """Everything that follows from the configuration, the world and the data."""
+
+    task: str
+    model: str
+    parameters: int
+    data: str
+    train_samples: int
+    validation_samples: int
+    workers: int
+    virtual_workers: int
+    nodes: int
+    launcher: str
+    devices: str
+    backend: str
+    precision: str
+    reference_batch: int
+    base_lr: float
+    global_batch: int
+    part_batch: int
+    accumulate: int
+    k: float
+    lr_rule: str
+    peak_lr: float
+    optimizer: str
+    schedule: str
+    warmup: str
+    steps_per_epoch: int
+    epochs: int
+    total_steps: int
+    seed: int
+    loader: str
+    record: str
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(what, how much) for the eye."""
+        accumulate = f", each in {self.accumulate} micro-batches" if self.accumulate > 1 else ""
+        return [
+            ("task", f"{self.task}: {self.train_samples:,} training and {self.validation_samples:,} validation samples"),
+            ("data", f"{self.data} ({self.loader})"),
+            ("model", f"{self.model}, {self.parameters:,} parameters"),
+            ("reference", f"batch {self.reference_batch} at lr {self.base_lr:g}"),
+            ("workers", f"P = {self.workers} (V = {self.virtual_workers} parts), {self.launcher}, {self.nodes} node(s)"),
+            ("global batch", f"{self.global_batch} = {self.virtual_workers} parts of {self.part_batch}{accumulate}"),
+            ("scale", f"k = {self.k:g}, rule {self.lr_rule}: peak lr {self.peak_lr:g}"),
+            ("optimizer", f"{self.optimizer}, {self.schedule}, warm-up {self.warmup}"),
+            ("steps", f"{self.steps_per_epoch} an epoch, {self.epochs} epochs, {self.total_steps:,} in all"),
+            ("device", f"{self.devices}, backend {self.backend}, {self.precision}"),
+            ("seed", str(self.seed)),
+            ("record", self.record),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the record."""
+        return asdict(self)
+
+
+def plan_run(config: Config, world: World, samples: int) -> tuple[Sampler, Schedule]:
+    """The steps and the learning rates that follow from the configuration, the number of workers and of samples."""
+    global_batch = config.global_batch or config.reference_batch * world.size
+    sampler = Sampler(samples, global_batch, world.size, config.seed)
+    total = config.epochs * sampler.steps
+    schedule = make_schedule(
+        config,
+        k=global_batch / config.reference_batch,
+        steps_per_epoch=sampler.steps,
+        total_steps=min(total, config.max_steps or total),
+    )
+    return sampler, schedule
+
+
+def make_contract(
+    config: Config, world: World, sampler: Sampler, schedule: Schedule, about: dict[str, Any]
+) -> Contract:
+    """The contract; `about` holds what the task, the data and the record say of themselves."""
+    warmup = f"over {schedule.warmup_steps} steps from {schedule.warmup_from:.3g} of the peak, by {schedule.by}"
+    if schedule.shape == "one-cycle":
+        warmup = f"over {round(schedule.peak_at * schedule.total_steps)} steps from {schedule.warmup_from:.3g} of the peak"
+    elif not schedule.warmup_steps:
+        warmup = "none"
+    return Contract(
+        workers=world.size,
+        virtual_workers=sampler.parts,
+        nodes=world.nodes,
+        launcher={"alone": "in this process", "paceline": "started here"}.get(world.launcher, f"by {world.launcher}"),
+        devices=describe_devices(world),
+        backend=world.backend,
+        precision=config.precision,
+        reference_batch=config.reference_batch,
+        base_lr=config.base_lr,
+        global_batch=sampler.global_batch,
+        part_batch=sampler.global_batch // sampler.parts,
+        accumulate=config.accumulate,
+        k=sampler.global_batch / config.reference_batch,
+        lr_rule=config.lr_rule,
+        peak_lr=schedule.peak_lr,
+        optimizer=_optimizer_words(config),
+        schedule=f"{config.schedule} by {config.schedule_by}",
+        warmup=warmup,
+        steps_per_epoch=sampler.steps,
+        epochs=config.epochs,
+        total_steps=schedule.total_steps,
+        seed=config.seed,
+        **about,
+    )
+
+
+def _optimizer_words(config: Config) -> str:
+    if config.optimizer == "sgd":
+        momentum = f"{'Nesterov' if config.nesterov else 'momentum'} {config.momentum:g}" if config.momentum else "plain"
+        words = f"sgd {momentum}"
+    else:
+        words = config.optimizer
+    clip = f", clipped to norm {config.clip_norm:g}" if config.clip_norm else ""
+    return f"{words}, weight decay {config.weight_decay:g}{clip}"

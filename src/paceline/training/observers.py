@@ -1,0 +1,162 @@
+"""Who watches a run: the printer, the recorder, a tracker. The loop calls them on rank 0 and knows nothing else about them."""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from paceline.config import Config, to_toml
+from paceline.errors import UsageError
+from paceline.records import Record, environment
+from paceline.training.contract import Contract
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a run ended."""
+
+    status: str
+    """done, target reached, diverged, interrupted or failed."""
+    why: str = ""
+    epochs: int = 0
+    steps: int = 0
+    train_time_s: float = 0.0
+    samples_per_s: float = 0.0
+    """Of the last epoch, over all workers."""
+    metrics: Mapping[str, float]
+    """Of the last validation."""
+    model_sha256: str = ""
+    record: str = ""
+
+
+class Observer(Protocol):
+    """What the loop tells those who watch."""
+
+    def start(self, contract: Contract) -> None:
+        """Before the first step."""
+
+    def step(self, row: Row) -> None:
+        """Every `log_every` steps."""
+
+    def epoch(self, row: Row) -> None:
+        """After each epoch's validation."""
+
+    def end(self, result: Result, model: nn.Module | None) -> None:
+        """Once, however the run ended; the model only if it is worth keeping."""
+
+
+class Recorder:
+    """Writes the record."""
+
+    def __init__(self, record: Record, config: Config) -> None:
+        self._record, self._config = record, config
+
+    def start(self, contract: Contract) -> None:
+        self._record.write("config.toml", to_toml(self._config))
+        self._record.write("environment.json", json.dumps({**environment(), "contract": contract.as_dict()}, indent=2) + "\n")
+
+    def step(self, row: Row) -> None:
+        self._record.row({"kind": "step", **row})
+
+    def epoch(self, row: Row) -> None:
+        self._record.row({"kind": "epoch", **row})
+        if "val_accuracy" in row:
+            self._record.course_row(row["time_s"], row["val_accuracy"])
+
+    def end(self, result: Result, model: nn.Module | None) -> None:
+        if model is not None:
+            from safetensors.torch import save_model
+
+            with self._record.replacing("model.safetensors") as path:
+                save_model(model, str(path))
+        self._record.finish(asdict(result))
+
+
+class Printer:
+    """Speaks to the person: the contract, a line an epoch, the end; on a terminal also where the epoch is."""
+
+    def __init__(self, unit: str) -> None:
+        self._unit = unit
+        self._terminal = sys.stdout.isatty()
+        self._total = self._per_epoch = 0
+
+    def start(self, contract: Contract) -> None:
+        self._total, self._per_epoch = contract.total_steps, contract.steps_per_epoch
+        width = max(len(what) for what, _ in contract.lines())
+        if self._terminal:
+            from rich.console import Console
+            from rich.panel import Panel
+            from rich.table import Table
+
+            table = Table.grid(padding=(0, 2))
+            for what, text in contract.lines():
+                table.add_row(what, text, style=None)
+            Console(highlight=False, markup=False).print(Panel(table, title="contract", expand=False))
+            return
+        for what, text in contract.lines():
+            print(f"{what:>{width}}  {text}")
+        sys.stdout.flush()
+
+    def step(self, row: Row) -> None:
+        if not self._terminal:
+            return
+        done, step = row["step"], row["step"] % self._per_epoch or self._per_epoch
+        left = row["time_s"] / done * (self._total - done)
+        bar = "=" * (20 * step // self._per_epoch)
+        text = f"epoch {row['epoch']} [{bar:<20}] {step}/{self._per_epoch}  loss {row['loss']:.4f}  about {left:.0f} s left"
+        print(f"\r{text}\x1b[K", end="", flush=True)
+
+    def epoch(self, row: Row) -> None:
+        unit = self._unit.capitalize()
+        words = [
+            f"Epoch = {row['epoch']}",
+            f"Cumulative Time = {row['time_s']:.3f}",
+            f"Epoch Time = {row['epoch_time_s']:.3f}",
+            f"{unit}/sec = {row['samples_per_s']:.1f}",
+            f"Validation Loss = {row['val_loss']:.4f}",
+        ]
+        others = [name for name in row if name.startswith("val_") and name != "val_loss"]
+        words += [f"Validation {name[4:].replace('_', ' ').title()} = {row[name]:.4f}" for name in others]
+        self._line(", ".join(words))
+
+    def end(self, result: Result, model: nn.Module | None) -> None:
+        if result.status not in ("done", "target reached"):
+            self._line(f"{result.status} after {result.steps} steps; the record so far is in {result.record}")
+            return
+        metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
+        self._line(f"{result.status}: {metrics} after {result.epochs} epochs, {result.train_time_s:.1f} s of training")
+        self._line(f"model {result.model_sha256[:16]}, all workers agree; record in {result.record}")
+
+    def _line(self, text: str) -> None:
+        print(f"\r{text}\x1b[K" if self._terminal else text, flush=True)
+
+
+class TensorBoard:
+    """One tracker run in the record's folder."""
+
+    def __init__(self, folder: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UsageError("--tracker tensorboard: it is not installed here; pip install 'paceline[trackers]'") from None
+        self._writer: Any = SummaryWriter(folder)  # type: ignore[no-untyped-call]
+
+    def start(self, contract: Contract) -> None:
+        self._writer.add_text("contract", "\n".join(f"    {what}: {text}" for what, text in contract.lines()))
+
+    def step(self, row: Row) -> None:
+        for name in ("loss", "lr"):
+            self._writer.add_scalar(f"train/{name}", row[name], row["step"])
+
+    def epoch(self, row: Row) -> None:
+        for name, value in row.items():
+            if name.startswith("val_") or name == "samples_per_s":
+                self._writer.add_scalar(name.replace("val_", "validation/"), value, row["step"])
+
+    def end(self, result: Result, model: nn.Module | None) -> None:
+        self._writer.close()

@@ -1,0 +1,93 @@
+"""`paceline train` and `paceline.train`: here, or as N workers started from here."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.config import Config, make_config, to_flags
+from paceline.dist.launch import INTERRUPTED, Outcome, launch, report_record
+from paceline.dist.place import check_workers, read_place
+from paceline.dist.world import world
+from paceline.errors import PacelineError, UsageError
+from paceline.records import Record, close_cut_short, read_result
+from paceline.training import tasks
+from paceline.training.loop import Run, fit
+from paceline.training.observers import Observer, Printer, Recorder, Result, TensorBoard
+from paceline.training.task import Task
+
+
+class WorkerFailed(PacelineError):
+    """A worker that this process started failed; the text is the first failing worker's own."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def train(task: str | Task, config: Config | None = None, **options: Any) -> Result:
+    """Train a task: a built-in name, a file, `module:function`, or a Task.
+
+    Options are Config's fields, over the task's own defaults; a whole Config is taken as it is. In a world that torchrun, srun or mpirun
+    started, this process joins it; else `workers` of them are started, for which the task must have a name (a Task in this process's memory
+    cannot reach another).
+    """
+    if config is not None:
+        if options:
+            raise UsageError("give a Config or options, not both")
+        options = {name: value for name, value in vars(config).items() if value is not None}
+    else:
+        config = make_config(options)
+    place = read_place()
+    check_workers(place, config.workers)
+    workers = (config.workers or 1) * config.nodes
+    if place.launcher != "alone" or workers == 1:
+        return _train_here(task, options)
+    if isinstance(task, Task):
+        raise UsageError(
+            f"{workers} workers cannot be started for a Task object: give its file or module:function, or start this program with"
+            f" torchrun --nproc-per-node {config.workers}"
+        )
+    tasks.check(task, options)
+    return _train_there(task, options, config)
+
+
+def _train_here(task: str | Task, options: Mapping[str, Any]) -> Result:
+    """As one worker of whatever world this process is in."""
+    if isinstance(task, Task):
+        config = tasks.configure(task, options)
+    else:
+        task, config = tasks.resolve(task, options)
+    with world(config.backend, config.timeout_s) as here:
+        run = Run(task, config, here)
+        if not here.speaks:
+            return fit(run, ())
+        name = config.name or f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        record = Record(config.runs_dir, name)
+        report_record(record.path.resolve())
+        return fit(run, _observers(config, task, record), str(record.path))
+
+
+def _train_there(task: str, options: Mapping[str, Any], config: Config) -> Result:
+    """As N workers, each running this command again; this process watches over them."""
+    outcome = launch(["train", task, *to_flags(options)], config)
+    if outcome.exit_code == 0:
+        return Result(**read_result(outcome.record)) if outcome.record else Result(status="done", metrics={})
+    _close(outcome)
+    if outcome.report is None:
+        raise KeyboardInterrupt
+    raise WorkerFailed(outcome.report.text, outcome.exit_code)
+
+
+def _close(outcome: Outcome) -> None:
+    if outcome.record is not None:
+        interrupted = outcome.exit_code == INTERRUPTED
+        why = "interrupted" if interrupted or outcome.report is None else outcome.report.text
+        close_cut_short(outcome.record, "interrupted" if interrupted else "failed", why)
+
+
+def _observers(config: Config, task: Task, record: Record) -> list[Observer]:
+    observers: list[Observer] = [Recorder(record, config), Printer(task.unit)]
+    if config.tracker == "tensorboard":
+        observers.append(TensorBoard(str(record.path)))
+    return observers
+

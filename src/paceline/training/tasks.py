@@ -1,0 +1,146 @@
+"""From the name on the command line to a Task and its Config: built-in names, files and modules."""
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline import models
+from paceline.config import Config, make_config
+from paceline.data import fashion_mnist
+from paceline.data.augment import Images
+from paceline.data.loaders import Arrays
+from paceline.errors import PacelineError, UsageError, unknown
+from paceline.optim import check_optimizer
+from paceline.training.task import Task, classify
+
+_MEAN, _DEVIATION = 0.2860, 0.3530  # of Fashion-MNIST's 60,000 training images scaled to [0, 1]
+_IMAGE_OPTIONS = ("crop", "flip", "erase", "pixels", "label_smoothing", "data_dir")
+
+
+def check(name: str, options: Mapping[str, Any]) -> None:
+    """What can be known wrong without loading data or running the user's file: before any worker starts."""
+    config = make_config(options)
+    check_optimizer(config.optimizer)
+    if config.model:
+        models.check(config.model)
+    if name not in _BUILT_IN:
+        _locate(name)
+
+
+def resolve(name: str, options: Mapping[str, Any]) -> tuple[Task, Config]:
+    """The task of this name, and the configuration: the task's defaults below the options."""
+    if name in _BUILT_IN:
+        config = make_config(_BUILT_IN[name], options)
+        return _images(name, config), config
+    task = _call(name)
+    return task, configure(task, options)
+
+
+def configure(task: Task, options: Mapping[str, Any]) -> Config:
+    """The configuration of a task of the user's own."""
+    for key in task.defaults:
+        if key in ("workers", "nodes", "node_id", "rendezvous", "backend", "runs_dir", "name"):
+            raise UsageError(f"task {task.name}: {key!r} belongs to where a run happens, not to the task's defaults")
+    config = make_config(task.defaults, options)
+    for key in options:
+        if key in _IMAGE_OPTIONS and options[key] != getattr(Config(), key):
+            raise UsageError(f"--{key.replace('_', '-')} is for built-in image tasks; {task.name} prepares its own data and loss")
+    if task.model is not None and config.model:
+        raise UsageError(f"--model {config.model}: task {task.name} brings its own model")
+    if task.model is None and task.classes < 1:
+        raise UsageError(f"task {task.name} has neither a model nor classes for --model to build one")
+    return config
+
+
+def _images(name: str, config: Config) -> Task:
+    """The built-in tasks. Both splits come from one reading of the files."""
+
+    @functools.cache
+    def data() -> fashion_mnist.ImageData:
+        return fashion_mnist.load(name, Path(config.data_dir) if config.data_dir else None)
+
+    def arrays(images: np.ndarray, labels: np.ndarray) -> Arrays:
+        return Arrays((torch.from_numpy(images), torch.from_numpy(labels)), about=data().where)
+
+    standard = config.pixels == "standard"
+    return Task(
+        name=name,
+        train=lambda: arrays(data().train_images, data().train_labels),
+        validation=lambda: arrays(data().validation_images, data().validation_labels),
+        objective=classify(config.label_smoothing),
+        classes=10,
+        prepare=Images(
+            mean=_MEAN if standard else 0.0,
+            deviation=_DEVIATION if standard else 1.0,
+            crop=config.crop,
+            flip=config.flip,
+            erase=config.erase,
+            seed=config.seed,
+        ),
+    )
+
+
+_BUILT_IN: dict[str, dict[str, Any]] = {
+    "fashion-mnist": {"model": "cnn", "flip": True},
+    "fashion-mnist-mini": {"model": "cnn", "flip": True},
+}
+
+
+def _locate(name: str) -> tuple[str, str]:
+    """`my_task.py`, `my_task.py:function` or `module:function` as (where, function)."""
+    where, _, function = name.partition(":")
+    if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise UsageError(f"task file {where} does not exist (looked in {Path.cwd()})")
+        return where, function or "task"
+    if function:
+        return where, function
+    error = unknown("task", name, _BUILT_IN)
+    raise UsageError(f"{error} (or a file my_task.py with a function task(), or module:function)")
+
+
+def _call(name: str) -> Task:
+    """Run the user's file or import the module, and call the function that makes the task."""
+    where, function = _locate(name)
+    try:
+        make = getattr(_import(where), function, None)
+        if make is None:
+            raise UsageError(f"{where} has no function {function}(): a task file defines task() -> paceline.Task")
+        task = make()
+    except PacelineError:
+        raise
+    except Exception as error:
+        place = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        at = f" (line {place[-1].lineno} of {Path(place[-1].filename).name})" if place else ""
+        raise UsageError(f"task {name} raised {type(error).__name__}: {error}{at}") from error
+    if not isinstance(task, Task):
+        raise UsageError(f"{function}() in {where} returned {type(task).__name__}: it must return a paceline.Task")
+    return task
+
+
+def _import(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        return importlib.import_module(where)
+    path = Path(where).resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # a task file may import its neighbours
+    if path.stem in sys.modules and getattr(sys.modules[path.stem], "__file__", None) == str(path):
+        return sys.modules[path.stem]
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # so that DataLoader's processes find the user's classes again
+    spec.loader.exec_module(module)
+    return module

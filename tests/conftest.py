@@ -1,0 +1,48 @@
+"""What every test gets: no leaks allowed, and no skip in CI that nobody expected."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.processes import children
+
+_NEEDS = ("slurm", "mpirun", "netns", "full_data", "gpu")
+_NEVER_IN_CI = ("gpu",)  # no CI machine has one; `make test-gpu` runs these where there is
+_unexpected: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """A test leaves no process, thread or environment variable behind."""
+    environ, threads = dict(os.environ), set(threading.enumerate())
+    yield
+    left = children(os.getpid())
+    assert not left, f"processes left behind: {left}"
+    new = {thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon}
+    assert not new, f"threads left behind: {new}"
+    changed = {name for name in environ.keys() | os.environ.keys() if environ.get(name) != os.environ.get(name)}
+    os.environ.clear()
+    os.environ.update(environ)
+    changed -= {"PYTEST_CURRENT_TEST", "GLOO_SOCKET_IFNAME", "KINETO_LOG_LEVEL"}  # pytest's own; what joining a world sets
+    assert not changed, f"environment variables changed: {changed}"
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run in an empty folder; records go to its `runs/`."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail") and not any(need in report.keywords for need in _NEVER_IN_CI):
+        _unexpected.append(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if os.environ.get("CI") and _unexpected and exitstatus == 0:
+        print("\nskipped in CI, where everything these need is installed:", *_unexpected, sep="\n  ")
+        session.exitstatus = 1

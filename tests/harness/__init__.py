@@ -1,0 +1,1 @@
+"""What tests share: real worker processes and the command line as a user runs it."""

@@ -1,0 +1,127 @@
+"""Real processes for tests: workers in one world, and the command line."""
+
+import faulthandler
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+
+def run_workers(function: Callable[..., Any], n: int, *args: Any, timeout_s: float = 90) -> list[Any]:
+    """Call `function(world, *args)` in n spawned workers of one gloo world; returns every worker's result.
+
+    They meet in a file, not at a port, and use one thread each. The first failure ends the others and is raised here with its
+    traceback; a hang fails too, with every worker's stack on stderr.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(n):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_worker, args=(function, rank, n, f"{folder}/store", theirs, timeout_s, args))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, processes, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def paceline(*args: str, env: Mapping[str, str] | None = None, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run `python -m paceline ARGS` in the current folder, as a user would."""
+    return run([sys.executable, "-m", "paceline", *args], env=env, timeout_s=timeout_s)
+
+
+def run(command: list[str], env: Mapping[str, str] | None = None, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, output captured."""
+    return subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def children(pid: int) -> dict[int, str]:
+    """All living descendants of a process, with their command lines."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended while we looked
+            continue
+        if fields[0] != "Z":
+            parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found: dict[int, str] = {}
+    todo = list(parents.get(pid, []))
+    while todo:
+        child = todo.pop()
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+        if "resource_tracker" not in command:  # multiprocessing's own, for the life of the test process
+            found[child] = command
+        todo += parents.get(child, [])
+    return found
+
+
+def _collect(pipes: list[Connection], processes: list[Any], end: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = dict(enumerate(pipes))
+    while waiting:
+        ready = wait(list(waiting.values()), timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"workers {sorted(waiting)} did not finish in time; their stacks are on stderr")
+        for rank, pipe in list(waiting.items()):
+            if pipe not in ready:
+                continue
+            del waiting[rank]
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                processes[rank].join()
+                raise RuntimeError(f"worker {rank} died with exit code {processes[rank].exitcode}") from None
+            if not ok:
+                raise RuntimeError(f"worker {rank} failed:\n{value}")
+            results[rank] = value
+    for rank, process in enumerate(processes):
+        process.join(timeout=30)
+        if process.exitcode != 0:
+            raise RuntimeError(f"worker {rank} ended with exit code {process.exitcode}")
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _worker(function: Callable[..., Any], rank: int, size: int, store: str, pipe: Connection, timeout_s: float, args: Any) -> None:
+    faulthandler.dump_traceback_later(max(1, timeout_s - 5), exit=False)
+    import torch
+    import torch.distributed as dist
+
+    from paceline.dist.world import World
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    world = World(
+        rank=rank,
+        local_rank=rank,
+        node=0,
+        size=size,
+        local_size=size,
+        nodes=1,
+        device=torch.device("cpu"),
+        backend="gloo",
+        launcher="test",
+    )
+    try:
+        pipe.send((True, function(world, *args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    pipe.close()
+    os._exit(0)
