@@ -85,7 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=32, help="batch per GPU [32]")
     parser.add_argument("--epochs", type=int, default=40, help="epochs at most [40]")
     parser.add_argument("--base-lr", type=float, default=0.01, help="learning rate, applied as given [0.01]")
-    parser.add_argument("--target-accuracy", type=float, default=0.85, help="stop when validation accuracy reaches this [0.85] ...")
+    parser.add_argument(
+        "--target-accuracy", type=float, default=0.85, help="stop when validation accuracy reaches this [0.85] ..."
+    )
     parser.add_argument("--patience", type=int, default=2, help="... in so many epochs in a row [2]")
     parser.add_argument("--num-nodes", type=int, default=1, help="nodes [1]; node 0 is at $MASTER_ADDR:$MASTER_PORT")
     parser.add_argument("--node-id", type=int, default=0, help="which node this is [0]")

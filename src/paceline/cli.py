@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of torch's backends can abort a process that is shutting down its interpreter; nothing is left to do here.
-    os._exit(code) if "torch" in sys.modules else sys.exit(code)
+    if "torch" in sys.modules:
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -52,11 +55,11 @@ def _verb(args: argparse.Namespace) -> int:
     options = vars(args)
     verb = options.pop("verb")
     if verb == "train":
-        from paceline.training.run import train
-
         task, recipe = options.pop("task"), options.pop("recipe")
         options = {**read_recipe(recipe), **options} if recipe else options
         make_config(options)  # a mistake in the flags shows before torch is loaded
+        from paceline.training.run import train
+
         train(task, **options)
         return 0
     if verb == "data":
@@ -75,10 +78,8 @@ def _explain(error: Exception) -> int:
     """Say what went wrong, once, and give the exit code."""
     known = isinstance(error, PacelineError)
     place = None
-    try:
+    with suppress(UsageError):  # the error may be about the place itself
         place = read_place()
-    except UsageError:
-        pass
     rank = place.rank if place else 0
     if place and place.launcher == "paceline" and report_failure(rank, error):
         return error.exit_code if isinstance(error, PacelineError) else 1

@@ -1,7 +1,7 @@
 """What a run is told: one frozen dataclass that flags, TOML recipes and the record all come from.
 
-A field is a flag (`base_lr` is `--base-lr`), a TOML key and a line of `config.toml` in the record; the text under it is its help.
-Nothing here imports torch, so that `paceline --help` answers at once.
+A field is a flag (`base_lr` is `--base-lr`), a TOML key and a line of `config.toml` in the record; the text under it is its
+help. Nothing here imports torch, so that `paceline --help` answers at once.
 """
 
 import argparse
@@ -137,17 +137,24 @@ class Config:
             value = getattr(self, field.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise UsageError(f"{flag(field.name)} is {value}: it must be a finite number")
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) == 1:
+                raise UsageError(f"{flag(name)} is 1: it must be less than 1, or nothing new would be learned")
         if self.base_lr == 0:
             raise UsageError("--base-lr is 0: nothing would be learned")
         if self.node_id >= self.nodes:
-            raise UsageError(f"--node-id is {self.node_id}, but with --nodes {self.nodes} it must lie between 0 and {self.nodes - 1}")
+            raise UsageError(
+                f"--node-id is {self.node_id}, but with --nodes {self.nodes} it must lie between 0 and {self.nodes - 1}"
+            )
         if self.warmup_epochs and self.warmup_steps:
             raise UsageError("--warmup-epochs and --warmup-steps are both given: choose one")
         if self.schedule == "one-cycle" and (self.warmup_epochs or self.warmup_steps):
-            raise UsageError("one-cycle warms up by itself (--peak-at): use --schedule cosine, linear or constant with a warm-up")
+            raise UsageError(
+                "one-cycle warms up by itself (--peak-at): use --schedule cosine, linear or constant with a warm-up"
+            )
         if self.nesterov and not self.momentum and self.optimizer == "sgd":
             object.__setattr__(self, "nesterov", False)  # Nesterov's form of no momentum is plain SGD
-        if Path(self.name).name != self.name:
+        if Path(self.name).name != self.name or self.name == "..":
             raise UsageError(f"--name is {self.name!r}: it must be a plain name; the folder is --runs-dir")
 
 
@@ -155,7 +162,7 @@ _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("workers", "nodes", "reference_batch", "global_batch", "accumulate", "epochs", "patience"), 1),
     **dict.fromkeys(("eval_batch", "log_every"), 1),
     **dict.fromkeys(("node_id", "train_samples", "crop", "loader_workers", "base_lr", "weight_decay", "clip_norm"), 0),
-    **dict.fromkeys(("warmup_epochs", "warmup_steps", "max_steps", "seed", "check_every", "timeout_s"), 0),
+    **dict.fromkeys(("warmup_epochs", "warmup_steps", "warmup_from", "max_steps", "seed", "check_every", "timeout_s"), 0),
 }
 _FRACTIONS = ("erase", "momentum", "beta1", "beta2", "label_smoothing", "target_accuracy", "peak_at")
 
@@ -222,8 +229,7 @@ def read_recipe(path: str) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(Config)}
     for key in options:
         if key not in known:
-            error = unknown("key", key, known)
-            raise UsageError(f"recipe {path}: {error}")
+            raise UsageError(f"recipe {path}: {unknown('key', key, known)}")
     return options
 
 
@@ -271,7 +277,7 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
         raise wrong
     try:
         return kind(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise wrong from None
 
 
@@ -297,6 +303,7 @@ def _docs() -> dict[str, str]:
     pairs: Sequence[tuple[ast.stmt, ast.stmt]] = list(zip(tree.body, tree.body[1:], strict=False))
     for field, text in pairs:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            assert isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+            assert isinstance(text, ast.Expr)
+            assert isinstance(text.value, ast.Constant)
             docs[field.target.id] = " ".join(str(text.value.value).split())
     return docs

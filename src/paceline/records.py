@@ -12,6 +12,7 @@ Nothing here imports torch, so that pages and predictions read records at once.
 
 import errno
 import json
+import math
 import os
 import platform
 import subprocess
@@ -21,8 +22,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from paceline.errors import RecordError
 
@@ -33,8 +35,8 @@ class Record:
     def __init__(self, runs_dir: str, name: str) -> None:
         with _explained(Path(runs_dir)):
             self.path = _new_folder(Path(runs_dir), name)
-            self._metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
-            self._csv = (self.path / "course.csv").open("w", encoding="utf-8")
+            self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
+            self._csv = (self.path / "course.csv").open("ab", buffering=0)
             self._append(self._csv, "time,val_accuracy\n")
 
     def write(self, name: str, text: str) -> None:
@@ -69,22 +71,28 @@ class Record:
         self._csv.close()
         self.write("result.json", json.dumps(_plain(result), indent=2) + "\n")
 
-    def _append(self, file: TextIO, text: str) -> None:
+    def _append(self, file: FileIO, text: str) -> None:
         """Append and hand over to the system: a row is there whole, or not at all, whatever happens next."""
         with _explained(self.path):
-            end = file.tell()
+            end, left = os.fstat(file.fileno()).st_size, text.encode()
             try:
-                file.write(text)
-                file.flush()
+                while left:  # unbuffered: what a full disk refused must not come back at the next write
+                    left = left[file.write(left) :]
             except OSError:
-                os.truncate(file.name, end)
+                file.truncate(end)
                 raise
 
 
 def close_cut_short(path: Path, status: str, why: str) -> None:
-    """Say in a record how it ended, for a run whose own worker no longer can. A record that has a result keeps it."""
-    if path.is_dir() and not (path / "result.json").exists():
-        (path / "result.json").write_text(json.dumps({"status": status, "why": why}, indent=2) + "\n")
+    """Say in a record how it ended, for a run whose own worker could not, or knew only that another one was gone.
+
+    What it had to say itself stays: a divergence, and how far it came.
+    """
+    if not path.is_dir():
+        return
+    result = json.loads((path / "result.json").read_text()) if (path / "result.json").exists() else {}
+    if result.get("status", "failed") == "failed":
+        (path / "result.json").write_text(json.dumps({**result, "status": status, "why": why}, indent=2) + "\n")
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -136,9 +144,11 @@ def _explained(path: Path) -> Iterator[None]:
         raise RecordError(f"cannot write the record in {path}: {error.strerror or error}; {fix}") from error
 
 
-def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """NaN and infinities as text: JSON has none, and other readers refuse them."""
-    return {k: str(v) if isinstance(v, float) and (v != v or v in (float("inf"), float("-inf"))) else v for k, v in row.items()}
+def _plain(value: Any) -> Any:
+    """NaN and infinities, at any depth, as text: JSON has none, and other readers refuse them."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _version(package: str) -> str:

@@ -45,7 +45,9 @@ def paceline(*args: str, env: Mapping[str, str] | None = None, timeout_s: float 
 
 def run(command: list[str], env: Mapping[str, str] | None = None, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, output captured."""
-    return subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return subprocess.run(
+        command, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
 
 
 def children(pid: int) -> dict[int, str]:
@@ -98,7 +100,9 @@ def _collect(pipes: list[Connection], processes: list[Any], end: float) -> list[
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _worker(function: Callable[..., Any], rank: int, size: int, store: str, pipe: Connection, timeout_s: float, args: Any) -> None:
+def _worker(
+    function: Callable[..., Any], rank: int, size: int, store: str, pipe: Connection, timeout_s: float, args: Any
+) -> None:
     faulthandler.dump_traceback_later(max(1, timeout_s - 5), exit=False)
     import torch
     import torch.distributed as dist

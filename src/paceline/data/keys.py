@@ -1,7 +1,7 @@
 """Random numbers that belong to a sample or a part, never to a rank (law 3).
 
-A key is a 64-bit hash of (seed, epoch or step, sample or part). It is computed by integer arithmetic alone (splitmix64), in numpy
-for orders and in torch for whole batches on the device, so it is the same on every device, version and number of workers.
+A key is a 64-bit hash of (seed, epoch or step, sample or part). It is computed by integer arithmetic alone (splitmix64), in
+numpy for orders and in torch for whole batches on the device, so it is the same on every device, version and number of workers.
 """
 
 import random

@@ -1,7 +1,7 @@
 """Two ways to bring batches to a worker's device, behind one method.
 
-`batches(plan, epoch)` yields one batch for every array of sample numbers in the plan. `Resident` holds the whole data set on the device;
-`Streaming` reads a map-style Dataset through torch's DataLoader. Both prepare batches on the device.
+`batches(plan, epoch)` yields one batch for every array of sample numbers in the plan. `Resident` holds the whole data set on the
+device; `Streaming` reads a map-style Dataset through torch's DataLoader. Both prepare batches on the device.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -82,7 +82,7 @@ class Resident:
             return
         sizes = [len(samples) for samples in plan]
         everything = torch.from_numpy(np.concatenate(plan)).to(self._device)  # one copy an epoch, not one a step
-        for samples in everything.split(sizes):
+        for samples in torch.split(everything, sizes):
             batch = tuple(tensor[samples] for tensor in self._tensors)
             yield self._prepare(batch, samples, epoch) if self._prepare else batch
 
@@ -115,7 +115,7 @@ class Streaming:
             for batch, samples in batches:
                 yield batch, torch.from_numpy(samples)
             return
-        stream = torch.cuda.Stream(self._device)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         ready: tuple[Batch, Tensor] | None = None
         for batch, samples in batches:
             with torch.cuda.stream(stream):
@@ -164,8 +164,10 @@ class _Keyed(Dataset[Any]):
         return self._data[sample]
 
 
-def _collate(items: Any) -> Batch:
-    return items if isinstance(items, tuple) else tuple(default_collate(items))
+def _collate(items: Any) -> Any:
+    """A tuple of tensors for a Dataset of tuples; a dict of them for a Dataset of dicts."""
+    batch = items if isinstance(items, tuple) else default_collate(items)
+    return tuple(batch) if isinstance(batch, list) else batch
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -1,9 +1,9 @@
 """Which samples a step trains on, and how they are cut into parts (law 2).
 
-The order of an epoch depends on (seed, epoch) alone. Steps cut it into global batches, and each global batch into V equal parts; which
-worker computes a part is nobody's business here. Every sample of the epoch is trained on exactly once: where the samples do not
-fill the last step, the last two share what is left, so that no part is empty and none is smaller than half of a full one (a tiny
-part would have poor batch statistics).
+The order of an epoch depends on (seed, epoch) alone. Steps cut it into global batches, and each global batch into V equal
+parts; which worker computes a part is nobody's business here. Every sample of the epoch is trained on exactly once: where the
+samples do not fill the last step, the last two share what is left, so that no part is empty and none is smaller than half of
+a full one (a tiny part would have poor batch statistics).
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,9 @@ class Sampler:
     def __post_init__(self) -> None:
         check_divides(self.global_batch, self.parts)
         if self.samples < self.parts:
-            raise UsageError(f"{self.samples} training samples cannot feed {self.parts} workers: each needs at least one a step")
+            raise UsageError(
+                f"{self.samples} training samples cannot feed {self.parts} workers: each needs at least one a step"
+            )
 
     def order(self, epoch: int) -> np.ndarray:
         """The epoch's samples, shuffled: the ranks of 64-bit hashes, stable across numpy and torch versions."""
@@ -38,7 +40,7 @@ class Sampler:
         starts = np.arange(full + 1) * self.global_batch
         if rest == 0:
             return starts
-        if full == 0 or 2 * rest >= self.global_batch:
+        if full == 0 or (2 * rest >= self.global_batch and rest >= self.parts):
             return np.append(starts, self.samples)
         shared = self.global_batch + rest
         if shared >= 2 * self.parts:

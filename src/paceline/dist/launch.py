@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.config import Config
 from paceline.dist.place import REPORTS_VARIABLE, threads_per_worker
@@ -55,8 +56,9 @@ def launch(command: Sequence[str], config: Config) -> Outcome:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its news reach the user in our words
-    logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # its news reach the user in our words
     workers = config.workers or 1
     with tempfile.TemporaryDirectory(prefix="paceline-") as reports:
         os.environ[REPORTS_VARIABLE] = reports
@@ -91,7 +93,8 @@ def first_failure(reports: Sequence[Report], exits: Mapping[int, int]) -> Report
     if own:
         return min(own, key=lambda report: report.when)
     reported = {report.rank for report in reports}
-    for rank, code in sorted(exits.items()):
+    asked_to_end = -signal.SIGTERM  # how elastic ends the others: a cause only where there is no other
+    for rank, code in sorted(exits.items(), key=lambda item: (item[1] == asked_to_end, item[0])):
         if rank not in reported:
             if code < 0:
                 name = signal.Signals(-code).name
@@ -155,7 +158,7 @@ def _record(reports: Path) -> Path | None:
     return Path(path.read_text()) if path.exists() else None
 
 
-def _rendezvous(config: Config) -> dict[str, object]:
+def _rendezvous(config: Config) -> dict[str, Any]:
     """Where this node's agent meets the others: alone, on a free port of this machine; else at a port of node 0."""
     if config.nodes == 1:
         return {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "127.0.0.1"}

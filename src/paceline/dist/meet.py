@@ -1,64 +1,88 @@
 """How workers of one world find each other without a fixed port.
 
-torchrun brings a store of its own. Under srun and mpirun every worker knows only where rank 0 is and a key of the run, so rank 0
-opens the first free port of a row that follows from the key, and signs it; the others try the row until they find the
-signature. Two runs on one machine that meet on the same port tell each other apart and move on.
+torchrun brings a store of its own. Under srun and mpirun every worker knows only where rank 0 is and a key of the run. So rank
+0 opens its store on any free port, and tells that port, with the key, to whoever calls the first free port of a row that follows
+from the key; the others call the row until one answers with their key. Two runs on one machine that meet on the same port tell
+each other apart and move on, and so they do with strangers. A store is never called on trust: torch's client waits for ever for
+a listener that says nothing. Rank 0 stops telling once all are there, so a later run in the same step cannot find an old store.
 """
 
 import hashlib
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.dist.place import Place, meeting_point
 from paceline.errors import PacelineError
 
-_SIGNATURE = "paceline/run"
+_HERE = "paceline/here"  # counts the workers that found the store
 _ROW = 16  # ports tried; all below 32768, where Linux starts handing out ports for outgoing connections
+_ANSWER_S = 2  # rank 0 answers within 0.05 s
 _FIRST_PORT, _PORTS = 20000, 12000
 
 
-def meet(place: Place, timeout: timedelta) -> dist.Store:
+def meet(place: Place, timeout: timedelta) -> Store:
     """The store all workers of this world share. Every worker reaches this."""
     if place.launcher == "alone":
-        return dist.HashStore()
+        return HashStore()
     host, port = meeting_point(place)
     if port is not None:
-        return dist.TCPStore(host, port, place.size, is_master=place.rank == 0, timeout=timeout)
+        return TCPStore(host, port, place.size, is_master=place.rank == 0, timeout=timeout)
     row = [_FIRST_PORT + _hash(place.run_key, i) % _PORTS for i in range(_ROW)]
     return _host(host, row, place, timeout) if place.rank == 0 else _find(host, row, place, timeout)
 
 
-def _host(host: str, row: list[int], place: Place, timeout: timedelta) -> dist.Store:
+def _host(host: str, row: list[int], place: Place, timeout: timedelta) -> Store:
+    end = time.monotonic() + timeout.total_seconds()
+    with _first_free(row, host) as server:
+        store = TCPStore(host, 0, place.size, is_master=True, timeout=timeout, wait_for_workers=False)
+        server.settimeout(0.05)
+        while (here := store.add(_HERE, 0) + 1) < place.size:
+            if time.monotonic() > end:
+                raise PacelineError(
+                    f"rank 0 waited {timeout.total_seconds():.0f} s on {host}: {here} of {place.size} workers came"
+                )
+            with suppress(OSError), server.accept()[0] as caller:  # nobody calls, or the caller hung up
+                caller.sendall(_greeting(place) + str(store.port).encode())
+    return store
+
+
+def _first_free(row: list[int], host: str) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
     for port in row:
         try:
-            store = dist.TCPStore(host, port, place.size, is_master=True, timeout=timeout, wait_for_workers=False)
-        except RuntimeError:  # taken by another program
+            return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
+        except OSError:  # taken by another program
             continue
-        store.set(_SIGNATURE, place.run_key)
-        return store
     raise PacelineError(f"all of the ports {row} on {host} are taken: set MASTER_PORT to a free one")
 
 
-def _find(host: str, row: list[int], place: Place, timeout: timedelta) -> dist.Store:
+def _find(host: str, row: list[int], place: Place, timeout: timedelta) -> Store:
     end = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < end:
         for port in row:
             try:
-                socket.create_connection((host, port), timeout=5).close()
-                store = dist.TCPStore(host, port, place.size, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
-                if store.get(_SIGNATURE) == place.run_key.encode():
-                    store.set_timeout(timeout)
-                    return store
-            except (OSError, RuntimeError):  # nobody there yet, or a stranger
+                with socket.create_connection((host, port), timeout=_ANSWER_S) as caller:
+                    answer = caller.recv(1024)  # one short line: it comes in one piece
+            except OSError:  # nobody there yet, or a stranger who says nothing
                 continue
+            if answer.startswith(_greeting(place)):
+                store_port = int(answer.removeprefix(_greeting(place)))
+                store = TCPStore(host, store_port, place.size, is_master=False, timeout=timeout, wait_for_workers=False)
+                store.add(_HERE, 1)
+                return store
         time.sleep(0.05)
     raise PacelineError(
         f"worker {place.rank} found no rank 0 on {host} within {timeout.total_seconds():.0f} s: is it up, and are the ports"
         f" {min(row)} to {max(row)} open? (MASTER_ADDR and MASTER_PORT override them)"
     )
+
+
+def _greeting(place: Place) -> bytes:
+    return f"paceline {place.run_key} ".encode()
 
 
 def _hash(key: str, i: int) -> int:

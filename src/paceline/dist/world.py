@@ -59,19 +59,24 @@ def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
         dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size)
     else:
         dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size, store=meet(place, timeout))
-    yield World(
-        rank=place.rank,
-        local_rank=place.local_rank,
-        node=place.node,
-        size=place.size,
-        local_size=place.local_size,
-        nodes=place.nodes,
-        device=device,
-        backend=backend,
-        launcher=place.launcher,
-    )
-    # Not in a `finally`: after a failure the other workers may be stuck in a collective, and leaving in good order would wait
-    # for them. The process is about to end; the others notice the closed connection.
+    try:
+        yield World(
+            rank=place.rank,
+            local_rank=place.local_rank,
+            node=place.node,
+            size=place.size,
+            local_size=place.local_size,
+            nodes=place.nodes,
+            device=device,
+            backend=backend,
+            launcher=place.launcher,
+        )
+    except BaseException:
+        # After a failure the other workers may be stuck in a collective, and leaving in good order would wait for them. They notice
+        # the closed connection when this process ends.
+        if place.size == 1:
+            dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
 
 
@@ -136,12 +141,22 @@ def _choose_interface(place: Place) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         return
     host, _ = meeting_point(place)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing: it only picks the route
-            mine = probe.getsockname()[0]
-        except OSError:
-            return
+    mine = _address_towards(host)
+    if mine.startswith("127.") and not host.startswith(("127.", "localhost")):
+        # A name of this machine's own: Debian's /etc/hosts has it as 127.0.1.1, which no other node can reach. Take the
+        # interface of the default route, or the first one that is not the loopback.
+        outside = [address for address in interfaces().values() if not address.startswith("127.")]
+        mine = _address_towards("198.51.100.1") or next(iter(outside), mine)
     for name, address in interfaces().items():
         if address == mine:
             os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address on the route to a host, or "" where there is no route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing: it only picks the route
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])

@@ -64,7 +64,9 @@ def _gpus() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         built = torch.version.cuda
         if built and shutil.which("nvidia-smi"):
-            yield Finding("wrong", "gpu", f"torch has CUDA {built} but sees no GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES")
+            yield Finding(
+                "wrong", "gpu", f"torch has CUDA {built} but sees no GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES"
+            )
         else:
             why = "torch is a CPU build" if not built else "no GPU here"
             yield Finding("note", "gpu", f"{why}: runs use CPU workers on gloo")
@@ -72,7 +74,9 @@ def _gpus() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        yield Finding("ok", "gpu", f"{index}: {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, CUDA {torch.version.cuda}")
+        yield Finding(
+            "ok", "gpu", f"{index}: {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, CUDA {torch.version.cuda}"
+        )
 
 
 def _backends() -> Iterator[Finding]:
@@ -91,7 +95,9 @@ def _cores() -> Iterator[Finding]:
 
 def _launcher() -> Iterator[Finding]:
     place = read_place()
-    tools = [name for name in ("torchrun", "srun", "mpirun") if shutil.which(name) or (Path(sys.executable).parent / name).exists()]
+    tools = [
+        name for name in ("torchrun", "srun", "mpirun") if shutil.which(name) or (Path(sys.executable).parent / name).exists()
+    ]
     inside = "" if place.launcher == "alone" else f"; this is worker {place.rank} of {place.size} started by {place.launcher}"
     yield Finding("ok", "launchers", f"own, {', '.join(tools)}{inside}")
 
@@ -101,7 +107,9 @@ def _network() -> Iterator[Finding]:
     listed = ", ".join(f"{name} {address}" for name, address in found.items())
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen and chosen not in found:
-        yield Finding("wrong", "network", f"{listed}; GLOO_SOCKET_IFNAME={chosen} is not one of them", "unset GLOO_SOCKET_IFNAME")
+        yield Finding(
+            "wrong", "network", f"{listed}; GLOO_SOCKET_IFNAME={chosen} is not one of them", "unset GLOO_SOCKET_IFNAME"
+        )
     elif not any(address.startswith("127.") for address in found.values()):
         yield Finding("wrong", "network", f"no loopback interface ({listed})", "ip link set lo up")
     else:
@@ -135,7 +143,12 @@ def _all_reduce() -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         begin = time.perf_counter()
         env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else dict(os.environ)
-        command = [sys.executable, "-c", "import sys; from paceline.measure.doctor import add; add(*sys.argv[1:])", f"{folder}/store"]
+        command = [
+            sys.executable,
+            "-c",
+            "import sys; from paceline.measure.doctor import add; add(*sys.argv[1:])",
+            f"{folder}/store",
+        ]
         pair = [
             subprocess.Popen([*command, str(rank)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for rank in range(2)

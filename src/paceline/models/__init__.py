@@ -1,4 +1,4 @@
-"""The models by name: `cnn`, `resnet:depth=20,skip=false`, `wide-resnet:depth=16,width=4,norm=part,part_size=32`.
+"""The models by name: `cnn`, `resnet:depth=20,skip=false`, `wide_resnet:depth=16,width=4,norm=part,part_size=32`.
 
 A spec is `name` or `name:key=value,key=value`. The keys of a model are the keyword parameters of its function; their
 annotations say what a value may be (`keys.py`), so a new key needs no line here and a new model only one. In names and keys
@@ -22,15 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "check", "names"]
 
-# Name in a spec -> file in this package, which holds a function of the same name as the file.
-_FILES = {
-    "linear": "linear",
-    "mlp": "mlp",
-    "cnn": "cnn",
-    "resnet": "resnet",
-    "wide-resnet": "wide_resnet",
-    "course-wide-resnet": "course_wide_resnet",
-}
+# Each is a file of this package that holds a function of the same name.
+_NAMES = ("linear", "mlp", "cnn", "resnet", "wide_resnet", "course_wide_resnet")
 
 # What `build` gives every model: the data decides these, so a spec may not.
 _FROM_DATA = ("in_channels", "image_size", "classes")
@@ -38,7 +31,7 @@ _FROM_DATA = ("in_channels", "image_size", "classes")
 
 def names() -> tuple[str, ...]:
     """The models there are, small to large."""
-    return tuple(_FILES)
+    return _NAMES
 
 
 def check(spec: str) -> None:
@@ -62,11 +55,10 @@ def build(spec: str, *, in_channels: int, image_size: int, classes: int) -> nn.M
 def _parse(spec: str) -> tuple[Callable[..., Any], dict[str, object]]:
     """The model's function and its keyword values, all checked."""
     given_name, colon, pairs = spec.partition(":")
-    name = given_name.strip().replace("_", "-")
-    if name not in _FILES:
-        raise errors.unknown("model", given_name, _FILES)
-    file = _FILES[name]
-    function: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{file}"), file)
+    name = given_name.strip().replace("-", "_")
+    if name not in _NAMES:
+        raise errors.unknown("model", given_name, _NAMES)
+    function: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{name}"), name)
     hints = get_type_hints(function, include_extras=True)
     known = {key: hints[key] for key in inspect.signature(function).parameters if key not in _FROM_DATA}
     values: dict[str, object] = {}

@@ -27,7 +27,7 @@ def course_wide_resnet(
     part_size: Count = 32,
 ) -> nn.Module:
     """A stem of 16 channels, two blocks at each of 160, 320 and 640, the mean over the 7x7 (of 28x28) pixels left, linear."""
-    require_image_size("course-wide-resnet", image_size, 4)
+    require_image_size("course_wide_resnet", image_size, 4)
     make = partial(make_norm, norm, dims=2, part_size=part_size)
     layers: list[nn.Module] = [nn.Conv2d(in_channels, STEM, 3, padding=1, bias=False), make(STEM), nn.ReLU(inplace=True)]
     inputs = STEM

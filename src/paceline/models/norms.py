@@ -89,8 +89,10 @@ class PartNorm(_BatchNorm):
         n, channels, *sides = input.shape
         # Copies: autograd keeps them for the backward pass, by when the layer's own have moved on.
         mean, variance = self.running_mean.repeat(parts), self.running_var.repeat(parts)
+        # One part stays as it is: a reshape of one channels-last sample has strides that read as either layout, for which the
+        # backward pass of torch 2.13 on CPUs returns wrong gradients.
         output = F.batch_norm(
-            input.reshape(n // parts, parts * channels, *sides),
+            input if parts == 1 else input.contiguous().view(n // parts, parts * channels, *sides),
             mean,
             variance,
             self.weight.repeat(parts),
@@ -99,7 +101,9 @@ class PartNorm(_BatchNorm):
             momentum=momentum,
             eps=self.eps,
         )
-        return output.reshape(input.shape), mean.view(parts, channels), variance.view(parts, channels)
+        if parts > 1:
+            output = output.view(input.shape)
+        return output, mean.view(parts, channels), variance.view(parts, channels)
 
     def _normalise_unequal(self, input: Tensor, parts: int, momentum: float) -> tuple[Tensor, Tensor, Tensor]:
         outputs, means, variances = [], [], []

@@ -29,7 +29,7 @@ def wide_resnet(
     part_size: Count = 32,
 ) -> nn.Module:
     """The default is WRN-16-4: 2,748,602 parameters on Fashion-MNIST. `dropout` sits between the convolutions of a block."""
-    require_image_size("wide-resnet", image_size, 8)
+    require_image_size("wide_resnet", image_size, 8)
     assert depth % 6 == 4
     layers: list[nn.Module] = [conv3x3(in_channels, 16, norm=norm)]
     inputs = 16

@@ -81,9 +81,7 @@ def plan_run(config: Config, world: World, samples: int) -> tuple[Sampler, Sched
     return sampler, schedule
 
 
-def make_contract(
-    config: Config, world: World, sampler: Sampler, schedule: Schedule, about: dict[str, Any]
-) -> Contract:
+def make_contract(config: Config, world: World, sampler: Sampler, schedule: Schedule, about: dict[str, Any]) -> Contract:
     """The contract; `about` holds what the task, the data and the record say of themselves."""
     warmup = f"over {schedule.warmup_steps} steps from {schedule.warmup_from:.3g} of the peak, by {schedule.by}"
     if schedule.shape == "one-cycle":

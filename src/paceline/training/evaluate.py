@@ -1,7 +1,8 @@
 """Exact validation: every sample counts once, whatever the number of workers (law 4).
 
-Samples are cut into fixed chunks; worker r evaluates chunks r, r + P, ... and writes each sample's metrics into its place in a table of
-zeros. Summing the tables over the workers adds zeros to every value, which is exact; the mean is then taken in one order.
+Samples are cut into fixed chunks; worker r evaluates chunks r, r + P, ... and writes each sample's metrics into its place in
+a table of zeros. Summing the tables over the workers adds zeros to every value, which is exact; the mean is then taken in one
+order.
 """
 
 import numpy as np
@@ -39,8 +40,8 @@ def evaluate(step: Step, loader: Loader, samples: int) -> dict[str, float]:
 def average_statistics(model: nn.Module, world: World) -> None:
     """Give all workers the mean of their batch norms' running statistics. Every worker reaches this.
 
-    Each worker's statistics are an exponential average over its own parts; that is linear, so averaging now equals having averaged after
-    every step.
+    Each worker's statistics are an exponential average over its own parts; that is linear, so averaging now equals having
+    averaged after every step.
     """
     buffers: list[Tensor] = []
     for module in model.modules():
@@ -50,5 +51,5 @@ def average_statistics(model: nn.Module, world: World) -> None:
         return
     flat = torch.cat([buffer.flatten() for buffer in buffers])
     dist.all_reduce(flat)
-    for buffer, mean in zip(buffers, (flat / world.size).split([b.numel() for b in buffers]), strict=True):
+    for buffer, mean in zip(buffers, torch.split(flat / world.size, [b.numel() for b in buffers]), strict=True):
         buffer.copy_(mean.view_as(buffer))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from paceline.config import Config, to_toml
-from paceline.errors import UsageError
+from paceline.errors import RecordError, UsageError
 from paceline.records import Record, environment
 from paceline.training.contract import Contract
 
@@ -70,10 +70,15 @@ class Recorder:
 
     def end(self, result: Result, model: nn.Module | None) -> None:
         if model is not None:
+            from safetensors import SafetensorError
             from safetensors.torch import save_model
 
             with self._record.replacing("model.safetensors") as path:
-                save_model(model, str(path))
+                try:
+                    save_model(model, str(path))
+                except SafetensorError as error:  # how safetensors reports a full disk: it is no OSError
+                    where = path.parent / "model.safetensors"
+                    raise RecordError(f"cannot write {where}: {error}; choose another --runs-dir") from error
         self._record.finish(asdict(result))
 
 
@@ -144,7 +149,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise UsageError("--tracker tensorboard: it is not installed here; pip install 'paceline[trackers]'") from None
-        self._writer: Any = SummaryWriter(folder)  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(folder)
 
     def start(self, contract: Contract) -> None:
         self._writer.add_text("contract", "\n".join(f"    {what}: {text}" for what, text in contract.lines()))

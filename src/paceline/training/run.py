@@ -2,16 +2,19 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from paceline.config import Config, make_config, to_flags
+from paceline.data.sampler import check_divides
 from paceline.dist.launch import INTERRUPTED, Outcome, launch, report_record
 from paceline.dist.place import check_workers, read_place
 from paceline.dist.world import world
 from paceline.errors import PacelineError, UsageError
 from paceline.records import Record, close_cut_short, read_result
 from paceline.training import tasks
-from paceline.training.loop import Run, fit
+from paceline.training.build import build
+from paceline.training.loop import fit
 from paceline.training.observers import Observer, Printer, Recorder, Result, TensorBoard
 from paceline.training.task import Task
 
@@ -27,9 +30,9 @@ class WorkerFailed(PacelineError):
 def train(task: str | Task, config: Config | None = None, **options: Any) -> Result:
     """Train a task: a built-in name, a file, `module:function`, or a Task.
 
-    Options are Config's fields, over the task's own defaults; a whole Config is taken as it is. In a world that torchrun, srun or mpirun
-    started, this process joins it; else `workers` of them are started, for which the task must have a name (a Task in this process's memory
-    cannot reach another).
+    Options are Config's fields, over the task's own defaults; a whole Config is taken as it is. In a world that torchrun,
+    srun or mpirun started, this process joins it; else `workers` of them are started, for which the task must have a name (a
+    Task in this process's memory cannot reach another).
     """
     if config is not None:
         if options:
@@ -44,10 +47,12 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
         return _train_here(task, options)
     if isinstance(task, Task):
         raise UsageError(
-            f"{workers} workers cannot be started for a Task object: give its file or module:function, or start this program with"
-            f" torchrun --nproc-per-node {config.workers}"
+            f"{workers} workers cannot be started for a Task object: give its file or module:function, or start this program"
+            f" with torchrun --nproc-per-node {config.workers}"
         )
     tasks.check(task, options)
+    if config.global_batch is not None:
+        check_divides(config.global_batch, workers)
     return _train_there(task, options, config)
 
 
@@ -58,13 +63,13 @@ def _train_here(task: str | Task, options: Mapping[str, Any]) -> Result:
     else:
         task, config = tasks.resolve(task, options)
     with world(config.backend, config.timeout_s) as here:
-        run = Run(task, config, here)
+        run = build(task, config, here)
         if not here.speaks:
             return fit(run, ())
-        name = config.name or f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        record = Record(config.runs_dir, name)
+        record = Record(config.runs_dir, config.name or f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}")
         report_record(record.path.resolve())
-        return fit(run, _observers(config, task, record), str(record.path))
+        run = replace(run, contract=replace(run.contract, record=str(record.path)))
+        return fit(run, _observers(config, task, record))
 
 
 def _train_there(task: str, options: Mapping[str, Any], config: Config) -> Result:
@@ -90,4 +95,3 @@ def _observers(config: Config, task: Task, record: Record) -> list[Observer]:
     if config.tracker == "tensorboard":
         observers.append(TensorBoard(str(record.path)))
     return observers
-

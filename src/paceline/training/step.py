@@ -1,4 +1,5 @@
-"""One step: forward and backward over this worker's part, DDP's averaging, the optimizer. And the meter that reads it without waiting.
+"""One step: forward and backward over this worker's part, DDP's averaging, the optimizer. And the meter that reads it without
+waiting.
 
 Weighting: a step of R samples must move along the mean of R sample gradients, however they are spread. A worker with n of them
 scales its mean loss by n * P / R; DDP then takes the mean over the P workers, and every sample weighs 1 / R.
@@ -37,7 +38,9 @@ class Step:
         self.metrics: tuple[str, ...] = ()
 
     def __call__(self, step: int, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int) -> Tensor:
-        """Train on the next `len(sizes)` micro-batches of this worker; returns the sums of its samples' metrics, still on the device."""
+        """Train on the next `len(sizes)` micro-batches of this worker; returns the sums of its samples' metrics, still on the
+        device.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = self.schedule.lr(step)
         sums: Tensor | None = None
@@ -84,7 +87,7 @@ class Meter:
             if ready is not None:
                 ready.wait()  # orders the streams; the host goes on (gloo's wait would stop it)
             sums = sums.to("cpu", non_blocking=True)
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
         self._waiting.append((step, samples, sums, ready))
         while len(self._waiting) > self._lag:
@@ -112,14 +115,16 @@ def autocast(config: Config, world: World) -> torch.autocast:
 def _wrap(model: nn.Module, world: World) -> Any:
     """DDP around the model where there is somebody to average with.
 
-    Buffers are not broadcast: each worker's batch norm sees its own part, and running statistics are averaged when they are needed.
+    Buffers are not broadcast: each worker's batch norm sees its own part, and running statistics are averaged when they are
+    needed.
     """
     if world.size == 1:
         return model
     devices = [world.device.index] if world.device.type == "cuda" else None
     flags = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in flags else "broadcast_buffers"  # torch 2.13 renamed it
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **{name: False})
+    keep: dict[str, Any] = {name: False}
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **keep)
 
 
 def _metric_names(values: dict[str, Tensor], size: int) -> tuple[str, ...]:
@@ -129,5 +134,7 @@ def _metric_names(values: dict[str, Tensor], size: int) -> tuple[str, ...]:
     for name, value in values.items():
         if not isinstance(value, Tensor) or value.shape != (size,):
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise UsageError(f"the task's objective returned {name!r} as {found}: it must hold one value a sample, shape ({size},)")
+            raise UsageError(
+                f"the task's objective returned {name!r} as {found}: it must hold one value a sample, shape ({size},)"
+            )
     return ("loss", *(name for name in values if name != "loss"))

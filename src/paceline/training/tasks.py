@@ -53,8 +53,10 @@ def configure(task: Task, options: Mapping[str, Any]) -> Config:
             raise UsageError(f"task {task.name}: {key!r} belongs to where a run happens, not to the task's defaults")
     config = make_config(task.defaults, options)
     for key in options:
-        if key in _IMAGE_OPTIONS and options[key] != getattr(Config(), key):
-            raise UsageError(f"--{key.replace('_', '-')} is for built-in image tasks; {task.name} prepares its own data and loss")
+        if key in _IMAGE_OPTIONS and getattr(config, key) != getattr(Config(), key):
+            raise UsageError(
+                f"--{key.replace('_', '-')} is for built-in image tasks; {task.name} prepares its own data and loss"
+            )
     if task.model is not None and config.model:
         raise UsageError(f"--model {config.model}: task {task.name} brings its own model")
     if task.model is None and task.classes < 1:
@@ -120,9 +122,10 @@ def _call(name: str) -> Task:
     except PacelineError:
         raise
     except Exception as error:
-        place = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        frames = traceback.extract_tb(error.__traceback__)
+        place = [frame for frame in frames if frame.filename != __file__ and not frame.filename.startswith("<frozen")]
         at = f" (line {place[-1].lineno} of {Path(place[-1].filename).name})" if place else ""
-        raise UsageError(f"task {name} raised {type(error).__name__}: {error}{at}") from error
+        raise UsageError(f"task {name} raised {type(error).__name__}: {' '.join(str(error).split())}{at}") from error
     if not isinstance(task, Task):
         raise UsageError(f"{function}() in {where} returned {type(task).__name__}: it must return a paceline.Task")
     return task
@@ -139,8 +142,13 @@ def _import(where: str) -> ModuleType:
     if path.stem in sys.modules and getattr(sys.modules[path.stem], "__file__", None) == str(path):
         return sys.modules[path.stem]
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # so that DataLoader's processes find the user's classes again
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]  # or the next try would get the half that ran
+        raise
     return module

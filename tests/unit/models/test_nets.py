@@ -12,8 +12,8 @@ from paceline.errors import UsageError
 from paceline.models.norms import NormKind
 
 # Small members of each family, for what does not depend on size.
-SMALL = ["linear", "mlp:width=32", "cnn:width=8", "resnet:depth=8,width=8", "wide-resnet:depth=10,width=1"]
-WITH_NORM = [*SMALL[1:], "course-wide-resnet:dropout=0.01"]
+SMALL = ["linear", "mlp:width=32", "cnn:width=8", "resnet:depth=8,width=8", "wide_resnet:depth=10,width=1"]
+WITH_NORM = [*SMALL[1:], "course_wide_resnet:dropout=0.01"]
 
 
 @pytest.mark.parametrize(
@@ -26,19 +26,18 @@ WITH_NORM = [*SMALL[1:], "course-wide-resnet:dropout=0.01"]
         ("resnet", 3, 269_722),  # the 0.27M of He et al., table 6
         ("resnet:skip=false", 3, 269_722),
         ("resnet:depth=110", 3, 1_727_962),  # 1.7M, same table
-        ("wide-resnet", 1, 2_748_602),
-        ("wide-resnet", 3, 2_748_890),  # the 2.7M of Zagoruyko & Komodakis
-        ("wide-resnet:depth=28,width=10", 3, 36_479_194),  # 36.5M, their table 4
-        ("course-wide-resnet", 1, 17_117_466),
+        ("wide_resnet", 1, 2_748_602),
+        ("wide_resnet", 3, 2_748_890),  # the 2.7M of Zagoruyko & Komodakis
+        ("wide_resnet:depth=28,width=10", 3, 36_479_194),  # 36.5M, their table 4
+        ("course_wide_resnet", 1, 17_117_466),
     ],
 )
 def test_parameter_count(spec, in_channels, count):
-    with torch.device("meta"):
-        assert _parameters(models.build(spec, in_channels=in_channels, image_size=28, classes=10)) == count
+    assert _parameters(models.build(spec, in_channels=in_channels, image_size=28, classes=10)) == count
 
 
 @pytest.mark.parametrize(("in_channels", "image_size"), [(1, 28), (3, 32)])
-@pytest.mark.parametrize("spec", [*SMALL, "course-wide-resnet"])
+@pytest.mark.parametrize("spec", [*SMALL, "course_wide_resnet"])
 def test_logits_for_both_kinds_of_image(spec, in_channels, image_size):
     net = models.build(spec, in_channels=in_channels, image_size=image_size, classes=10).eval()
     with torch.no_grad():
@@ -49,13 +48,13 @@ def test_logits_for_both_kinds_of_image(spec, in_channels, image_size):
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("linear", 1), ("mlp", 1), ("cnn", 8), ("resnet", 8), ("wide-resnet", 8), ("course-wide-resnet", 4)]
+    ("name", "least"), [("linear", 1), ("mlp", 1), ("cnn", 8), ("resnet", 8), ("wide_resnet", 8), ("course_wide_resnet", 4)]
 )
 def test_smallest_image(name, least):
     net = models.build(name, in_channels=1, image_size=least, classes=4).eval()
     with torch.no_grad():
         assert net(torch.randn(3, 1, least, least)).shape == (3, 4)
-        odd = least + 3
+        odd = 2 * least - 1
         odd_net = models.build(name, in_channels=1, image_size=odd, classes=4).eval()
         assert odd_net(torch.randn(3, 1, odd, odd)).shape == (3, 4)
     if least > 1:
@@ -71,14 +70,14 @@ def test_trains_one_step(spec, norm):
     size = 8 if spec.startswith("course") else 16
     net = models.build(f"{spec},norm={norm},part_size=4", in_channels=1, image_size=size, classes=5)
     images, labels = torch.randn(8, 1, size, size), torch.arange(8) % 5
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    before = F.cross_entropy(net(images), labels)
-    before.backward()
+    F.cross_entropy(net(images), labels).backward()
     for name, parameter in net.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.any(), name
-    optimizer.step()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter -= 1e-3 * parameter.grad
     assert F.cross_entropy(net(images), labels).isfinite()
     assert net.eval()(images).isfinite().all()
 
@@ -89,12 +88,11 @@ def test_linear_trains_one_step():
     assert all(parameter.grad.any() for parameter in net.parameters())
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet", "wide-resnet", "course-wide-resnet"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet", "wide_resnet", "course_wide_resnet"])
 def test_norms_share_parameter_names(name):
-    with torch.device("meta"):
-        batch, part, sync = (
-            models.build(f"{name}:norm={norm}", in_channels=1, image_size=28, classes=10) for norm in ("batch", "part", "sync")
-        )
+    batch, part, sync = (
+        models.build(f"{name}:norm={norm}", in_channels=1, image_size=28, classes=10) for norm in ("batch", "part", "sync")
+    )
     assert list(batch.state_dict()) == list(part.state_dict()) == list(sync.state_dict())
 
 
@@ -116,7 +114,7 @@ def test_without_skip_the_layers_are_the_same_and_the_function_is_not():
 
 
 def test_the_course_net_is_what_the_course_says():
-    net = models.build("course-wide-resnet", in_channels=1, image_size=28, classes=10)
+    net = models.build("course_wide_resnet", in_channels=1, image_size=28, classes=10)
     kinds = [type(layer).__name__ for layer in net]
     assert kinds == [
         *("Conv2d", "BatchNorm2d", "ReLU"),

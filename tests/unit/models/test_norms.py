@@ -18,14 +18,11 @@ SIDES = {1: (), 2: (4, 5)}
 # --- part ---
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize(("dims", "channels_last"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize(("n", "part_size"), [(12, 4), (12, 12), (12, 100), (10, 4), (7, 3), (11, 2)])
 def test_part_norm_is_one_batch_norm_a_part(n, part_size, dims, channels_last):
     # 11 by 2 without pixels: five parts of two and one of a single value.
-    if channels_last and dims == 1:
-        pytest.skip("channels-last is about pixels")
-    inputs, weights = _samples(n, dims), _samples(n, dims)
+    inputs, weights = _samples(n, dims), _samples(n, dims, seed=1)
     if channels_last:
         inputs = inputs.to(memory_format=torch.channels_last)
     layer = _noisy(PartNorm(CHANNELS, part_size))
@@ -62,6 +59,22 @@ def test_parts_of_a_single_value_take_the_running_statistics_and_leave_them(n):
     layer(_samples(8, 1))  # moves the running statistics: the first pass must still know its own
     first.sum().backward()
     assert inputs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_parts_of_one_sample_are_normalised_over_its_pixels(channels_last):
+    inputs, weights = _samples(4, 2), _samples(4, 2, seed=1)
+    if channels_last:
+        inputs = inputs.to(memory_format=torch.channels_last)
+    given = inputs.clone().requires_grad_()
+    output = _noisy(PartNorm(CHANNELS, 1))(given)
+    (output * weights).sum().backward()
+    for part in range(4):
+        sample = inputs[part : part + 1].contiguous().requires_grad_()
+        expected = _noisy(_batch_norm(2))(sample)
+        (expected * weights[part]).sum().backward()
+        torch.testing.assert_close(output[part : part + 1], expected)
+        torch.testing.assert_close(given.grad[part : part + 1], sample.grad)
 
 
 def test_part_norm_cumulative_average():

@@ -13,7 +13,7 @@ from paceline.models import keys
 
 
 def test_names_are_the_six_models():
-    assert models.names() == ("linear", "mlp", "cnn", "resnet", "wide-resnet", "course-wide-resnet")
+    assert models.names() == ("linear", "mlp", "cnn", "resnet", "wide_resnet", "course_wide_resnet")
 
 
 @pytest.mark.parametrize("name", models.names())
@@ -48,7 +48,7 @@ def test_values_reach_the_model(text):
     ("spec", "message"),
     [
         ("resnt", "unknown model 'resnt': did you mean 'resnet'?"),
-        ("", "unknown model '': known: cnn, course-wide-resnet, linear, mlp, resnet, wide-resnet"),
+        ("", "unknown model '': known: cnn, course_wide_resnet, linear, mlp, resnet, wide_resnet"),
         ("resnet:dept=8", "unknown key of model resnet 'dept': did you mean 'depth'?"),
         ("resnet:in_channels=3", "unknown key of model resnet 'in_channels': known: depth, norm, part_size, skip, width"),
         (
@@ -68,7 +68,7 @@ def test_values_reach_the_model(text):
         ("cnn:norm=bach", "model cnn: norm is 'bach', must be one of batch, part, sync, group, none"),
         ("resnet:skip=maybe", "model resnet: skip is 'maybe', must be true or false (or yes, no, 1, 0)"),
         ("resnet:depth=18", "model resnet: depth is '18', must be 6n + 2: 8, 14, 20, 26, 32 ..."),
-        ("wide-resnet:depth=4", "model wide-resnet: depth is '4', must be 6n + 4: 10, 16, 22, 28, 34, 40 ..."),
+        ("wide_resnet:depth=4", "model wide_resnet: depth is '4', must be 6n + 4: 10, 16, 22, 28, 34, 40 ..."),
     ],
 )
 def test_specs_that_are_wrong(spec, message):

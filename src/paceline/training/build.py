@@ -1,0 +1,100 @@
+"""Put a run together: data, model, optimizer, step. What each worker needs before the first step."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from paceline import models
+from paceline.config import Config
+from paceline.data.keys import key, seed_all
+from paceline.data.loaders import Arrays, Loader, Resident, make_loader
+from paceline.data.sampler import Sampler
+from paceline.dist.world import World
+from paceline.errors import UsageError
+from paceline.optim import make_optimizer
+from paceline.training.contract import Contract, make_contract, plan_run
+from paceline.training.step import Step
+from paceline.training.task import Task
+
+_INIT = 0x1217  # keeps the numbers that initialise a model apart from those of step 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One worker's side of a run, ready to go."""
+
+    config: Config
+    world: World
+    sampler: Sampler
+    step: Step
+    train: Loader
+    validation: Loader
+    validation_samples: int
+    contract: Contract
+
+
+def build(task: Task, config: Config, world: World) -> Run:
+    """Load the data, make the model, work out the contract. Every worker reaches this."""
+    train, validation = _load(task, config, world)
+    sampler, schedule = plan_run(config, world, _count(train))
+    seed_all(key(config.seed, _INIT))
+    model = (task.model() if task.model else _model(config, task, train)).to(world.device)
+    optimizer = make_optimizer(model, config)
+    step = Step(model=model, optimizer=optimizer, schedule=schedule, objective=task.objective, world=world, config=config)
+    loaders = [
+        make_loader(data, config.loader, task.prepare, world.device, config.loader_workers, config.seed)
+        for data in (train, validation)
+    ]
+    about = {
+        "task": task.name,
+        "model": config.model or type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "data": getattr(train, "about", "") or f"{type(train).__name__} of {_count(train):,} samples",
+        "train_samples": _count(train),
+        "validation_samples": _count(validation),
+        "loader": "on the device" if isinstance(loaders[0], Resident) else "streamed",
+        "record": "none",
+    }
+    return Run(
+        config=config,
+        world=world,
+        sampler=sampler,
+        step=step,
+        train=loaders[0],
+        validation=loaders[1],
+        validation_samples=_count(validation),
+        contract=make_contract(config, world, sampler, schedule, about),
+    )
+
+
+def _load(task: Task, config: Config, world: World) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any]]:
+    """Both data sets. A node's first worker goes first: it may have to fetch them, and the others then find them there."""
+    if world.local_rank == 0:
+        train, validation = task.train(), task.validation()
+    world.barrier()
+    if world.local_rank != 0:
+        train, validation = task.train(), task.validation()
+    if config.train_samples:
+        if not isinstance(train, Arrays):
+            raise UsageError("--train-samples needs data held in Arrays; cut your Dataset with torch.utils.data.Subset instead")
+        train = train.first(config.train_samples)
+    for data, which in ((train, "training"), (validation, "validation")):
+        if not _count(data):
+            raise UsageError(f"task {task.name}: its {which} data is empty")
+    return train, validation
+
+
+def _model(config: Config, task: Task, train: Arrays | Dataset[Any]) -> nn.Module:
+    """The model `--model` names, for the shape of this data's images."""
+    shape = tuple(train[0][0].shape)
+    if len(shape) != 3 or shape[1] != shape[2]:
+        raise UsageError(
+            f"--model builds nets for square images, C x H x H; task {task.name} has inputs of shape {shape}"
+        )
+    return models.build(config.model or "cnn", in_channels=shape[0], image_size=shape[2], classes=task.classes)
+
+
+def _count(data: Arrays | Dataset[Any]) -> int:
+    return len(cast(Any, data))

@@ -1,0 +1,96 @@
+"""Workers of srun and mpirun find each other among strangers: paceline.dist.meet with real sockets, one thread a worker."""
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from harness.engines import wait_for
+from paceline.dist import meet
+from paceline.dist.place import Place
+from paceline.errors import PacelineError
+
+_SOON = timedelta(seconds=30)
+
+
+def _place(rank: int, key: str) -> Place:
+    return Place(rank=rank, local_rank=rank, size=2, local_size=2, launcher="srun", run_key=key)
+
+
+@pytest.fixture
+def row(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ports workers try, the same for every run and free at first."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    monkeypatch.setattr(meet, "_ROW", len(ports))
+    monkeypatch.setattr(meet, "_PORTS", 65536)
+    monkeypatch.setattr(meet, "_FIRST_PORT", 0)
+    monkeypatch.setattr(meet, "_hash", lambda key, i: ports[i])
+    return ports
+
+
+@pytest.fixture
+def stranger(row: list[int]) -> Iterator[socket.socket]:
+    """Another program on the first port: the system accepts connections for it, and it never says a word."""
+    with socket.create_server(("127.0.0.1", row[0])) as server:
+        yield server
+
+
+def test_workers_meet_behind_a_stranger_and_another_run(row: list[int], stranger: socket.socket) -> None:
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(meet.meet, _place(0, "other"), _SOON)  # on the second port: the first is the stranger's
+        wait_for(lambda: _taken(row[1]), 10, lambda: "the other run does not come up")
+        ours = [pool.submit(meet.meet, _place(rank, "ours"), _SOON) for rank in (1, 0)]
+        guest, host = (each.result(timeout=60) for each in ours)
+        assert not other.done(), "our worker is not one of the other run"
+        other_guest = meet.meet(_place(1, "other"), _SOON)
+    host.set("whose", "ours")
+    other.result().set("whose", "the other's")
+    assert (guest.get("whose"), other_guest.get("whose")) == (b"ours", b"the other's")
+
+
+def test_a_complete_world_is_not_found_again(row: list[int]) -> None:
+    """Two runs one after the other in one srun step have one key: the second must not join the first, its rank 0 still busy."""
+    with ThreadPoolExecutor() as pool:
+        first = [pool.submit(meet.meet, _place(rank, "step"), _SOON) for rank in (0, 1)]
+        stores = [each.result(timeout=60) for each in first]
+        second = [pool.submit(meet.meet, _place(rank, "step"), _SOON) for rank in (1, 0)]
+        stores += [each.result(timeout=60) for each in second]
+    stores[0].set("run", "first")
+    stores[3].set("run", "second")
+    assert [store.get("run") for store in stores] == [b"first", b"first", b"second", b"second"]
+
+
+def test_a_row_full_of_strangers_is_one_line(row: list[int], stranger: socket.socket) -> None:
+    servers = [socket.create_server(("127.0.0.1", port)) for port in row[1:]]
+    try:
+        with pytest.raises(PacelineError, match="are taken: set MASTER_PORT"):
+            meet.meet(_place(0, "ours"), _SOON)
+    finally:
+        for server in servers:
+            server.close()
+
+
+def test_a_missing_guest_is_one_line(row: list[int]) -> None:
+    with pytest.raises(PacelineError, match=r"rank 0 waited 1 s on 127\.0\.0\.1: 1 of 2 workers came"):
+        meet.meet(_place(0, "ours"), timedelta(seconds=1))
+
+
+def test_a_missing_rank_0_is_one_line(row: list[int]) -> None:
+    with pytest.raises(PacelineError, match=r"worker 1 found no rank 0 on 127\.0\.0\.1 within 1 s"):
+        meet.meet(_place(1, "ours"), timedelta(seconds=1))
+
+
+def test_the_row_differs_between_runs_and_stays_below_outgoing_ports() -> None:
+    rows = [[meet._FIRST_PORT + meet._hash(key, i) % meet._PORTS for i in range(meet._ROW)] for key in ("srun-1.0", "srun-1.1")]
+    assert rows[0] != rows[1]
+    assert all(1024 <= port < 32768 for row in rows for port in row)
+
+
+def _taken(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

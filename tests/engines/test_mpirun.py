@@ -1,0 +1,60 @@
+"""Open MPI's mpirun: its tasks meet with no address or port passed on, and a lost one ends the job."""
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness.engines import (
+    INSTALL,
+    PACELINE,
+    TRAIN,
+    alive,
+    check_run,
+    check_runs,
+    end_family,
+    model_of,
+    run_together,
+    wait_for,
+)
+from harness.processes import children, run
+
+pytestmark = [
+    pytest.mark.mpirun,
+    pytest.mark.skipif(shutil.which("mpirun") is None, reason=f"Open MPI's mpirun is not here: {INSTALL}"),
+]
+
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
+
+
+def test_mpirun_starts_one_world(runs: Path, model: str) -> None:
+    done = run([*MPIRUN, *PACELINE, *TRAIN], timeout_s=90)
+    assert done.returncode == 0, done.stderr
+    check_run(runs, done.stdout, launcher="by mpirun", model=model)
+
+
+def test_two_mpiruns_at_once_do_not_collide(runs: Path, model: str) -> None:
+    job = [*MPIRUN, *PACELINE, *TRAIN]
+    for done in run_together(job, job):
+        assert done.returncode == 0, done.stderr
+    assert [model_of(record) for record in check_runs(runs, 2)] == [model] * 2
+
+
+def test_a_killed_worker_ends_the_job(runs: Path) -> None:
+    endless = ["train", "fashion-mnist-mini", "--model", "linear", "--epochs", "1000000"]
+    output = runs.parent / "output"
+    with output.open("w") as file:
+        job = subprocess.Popen([*MPIRUN, *PACELINE, *endless], stdout=file, stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_for(lambda: "Epoch = 2," in output.read_text(), 60, lambda: f"it does not train:\n{output.read_text()}")
+        family = children(job.pid)
+        victim = next(pid for pid in family if b"OMPI_COMM_WORLD_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+        os.kill(victim, signal.SIGKILL)
+        assert job.wait(30) != 0
+        wait_for(lambda: not any(alive(pid) for pid in family), 10, lambda: f"left behind: {children(job.pid) or family}")
+    finally:
+        end_family(job)
+    assert "on signal 9" in output.read_text(), "mpirun says what happened"

@@ -1,0 +1,141 @@
+"""srun, sbatch and salloc on a real cluster of two nodes: each task finds its world, and a batch script starts its own."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.engines import INSTALL, PACELINE, TRAIN, check_run, check_runs, model_of, run_together, wait_for
+from harness.slurm import Slurm, cluster, missing
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(bool(missing()), reason=f"Slurm is not complete here, {', '.join(missing())} missing: {INSTALL}"),
+]
+
+_RAISES = """
+import torch
+import torch.distributed as dist
+from paceline import Arrays, Task
+
+calls = 0
+
+def objective(model, batch):
+    global calls
+    calls += 1
+    if dist.get_rank() == 1 and calls == 3:
+        raise ValueError("a mistake in step 3")
+    return {"loss": model(batch[0]).square().mean(1)}
+
+def task():
+    data = Arrays((torch.ones(512, 8),))
+    model = lambda: torch.nn.Linear(8, 8)
+    return Task(name="raises", train=lambda: data, validation=lambda: data, objective=objective, model=model)
+"""
+
+_PLACE = """
+import json
+from dataclasses import asdict
+from paceline.dist.place import read_place
+print(json.dumps(asdict(read_place())))
+"""
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Slurm]:
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, cluster(Path(folder)) as slurm:
+        yield slurm
+
+
+@pytest.fixture
+def slurm(started: Slurm) -> Iterator[Slurm]:
+    """The cluster; a test leaves no job and no task on it."""
+    yield started
+    wait_for(lambda: not started.jobs(), 20, lambda: f"jobs left behind:\n{started.jobs()}")
+    wait_for(lambda: not started.tasks(), 20, lambda: f"processes left behind: {started.tasks()}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "nodes"), [(["-N2", "--ntasks-per-node=1"], 2), (["-N1", "-n2"], 1)], ids=["two nodes", "one node"]
+)
+def test_srun_starts_one_world(slurm: Slurm, runs: Path, model: str, flags: list[str], nodes: int) -> None:
+    done = slurm.run("srun", *flags, *PACELINE, *TRAIN)
+    assert done.returncode == 0, done.stderr
+    check_run(runs, done.stdout, launcher="by srun", nodes=nodes, model=model)
+
+
+def test_two_steps_of_one_job_do_not_collide(slurm: Slurm, runs: Path, model: str) -> None:
+    step = " ".join(["srun", "--exact", "-N2", "-n2", *PACELINE, *TRAIN])
+    script = f"{step} & one=$!; {step} & two=$!; wait $one && wait $two"
+    done = slurm.run("salloc", "-N2", "-n4", "bash", "-c", script, timeout_s=110)
+    assert done.returncode == 0, done.stderr
+    assert [model_of(record) for record in check_runs(runs, 2)] == [model] * 2
+
+
+def test_two_jobs_do_not_collide(slurm: Slurm, runs: Path, model: str) -> None:
+    job = ["srun", "-N2", "-n2", *PACELINE, *TRAIN]
+    for done in run_together(job, job, env=slurm.env):
+        assert done.returncode == 0, done.stderr
+    assert [model_of(record) for record in check_runs(runs, 2)] == [model] * 2
+
+
+def test_a_batch_script_starts_its_own_workers(slurm: Slurm, runs: Path, model: str) -> None:
+    script = runs.parent / "job.sh"
+    script.write_text(f"#!/bin/bash\n{' '.join([*PACELINE, *TRAIN])} --workers 2\n")
+    done = slurm.run("sbatch", "--wait", "-N1", "-n2", "--output=job.out", str(script))
+    output = (runs.parent / "job.out").read_text()
+    assert done.returncode == 0, done.stderr + output
+    check_run(runs, output, launcher="started here", model=model)
+
+
+def test_contradicting_workers_are_one_line(slurm: Slurm, runs: Path) -> None:
+    done = slurm.run("srun", "-n2", *PACELINE, *TRAIN, "--workers", "3", timeout_s=60)
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("srun: ")]
+    assert len(lines) == 1, done.stderr
+    assert "--workers 3, but srun started 2" in lines[0]
+    assert done.stdout == ""
+    assert not runs.exists()
+
+
+def test_a_worker_that_raises_ends_the_job(slurm: Slurm, runs: Path) -> None:
+    (runs.parent / "raises.py").write_text(_RAISES)
+    done = slurm.run("srun", "-n2", *PACELINE, "train", "raises.py", "--epochs", "50", timeout_s=60)
+    assert done.returncode == 1
+    assert "ValueError: a mistake in step 3" in done.stderr
+    assert "raises.py" in done.stderr, "the traceback leads to the user's line"
+    assert done.stderr.count("Traceback") == 1, f"the other worker's loss of contact is no news:\n{done.stderr}"
+    (record,) = runs.iterdir()
+    assert json.loads((record / "result.json").read_text())["status"] == "failed"
+
+
+def test_where_a_process_stands(slurm: Slurm, runs: Path) -> None:
+    """Only a step of several tasks is a world; a batch script, an allocation's shell and a step of one task are alone."""
+    script = runs.parent / "place.py"
+    script.write_text(_PLACE)
+    show = [sys.executable, str(script)]
+    batch = runs.parent / "job.sh"
+    batch.write_text(f"#!/bin/bash\n{' '.join(show)}\n")
+
+    (shell,) = _places(slurm, "salloc", "-N2", "-n3", *show)
+    (single,) = _places(slurm, "srun", "-N1", "-n1", *show)
+    (shell_step,) = _places(slurm, "srun", "-N1", "-n1", "--pty", *show)
+    assert slurm.run("sbatch", "--wait", "-N2", "-n3", "--output=job.out", str(batch), timeout_s=30).returncode == 0
+    in_batch = json.loads((runs.parent / "job.out").read_text())
+    assert [place["launcher"] for place in (shell, single, shell_step, in_batch)] == ["alone"] * 4
+
+    step = sorted(_places(slurm, "srun", "-N2", "-n3", *show), key=lambda place: place["rank"])
+    assert {(place["launcher"], place["size"], place["nodes"], place["run_key"]) for place in step} == {
+        ("srun", 3, 2, step[0]["run_key"])
+    }
+    where = [(place["rank"], place["node"], place["local_rank"], place["local_size"]) for place in step]
+    assert where == [(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 1)]
+
+
+def _places(slurm: Slurm, *command: str) -> list[dict[str, object]]:
+    done = slurm.run(*command, timeout_s=30)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]

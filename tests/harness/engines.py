@@ -1,0 +1,103 @@
+"""A tiny run that any engine can start, and what it must leave behind whoever started it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from harness.processes import children
+
+PACELINE = (sys.executable, "-m", "paceline")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TRAIN = ("train", "fashion-mnist-mini", "--model", "linear", "--epochs", "1", "--max-steps", "5", "--timeout-s", "60")
+"""Five steps of a linear model: a second of work after the start. 60 s bound how long a worker waits for a lost one."""
+
+INSTALL = "tools/install_system_packages.sh installs it"
+
+
+def check_run(runs: Path, output: str, *, launcher: str, nodes: int = 1, model: str | None = None) -> str:
+    """One world of 2 workers wrote one record and spoke once; returns the hash of what it trained (`model`, if given)."""
+    (record,) = check_runs(runs, 1)
+    contract = json.loads((record / "environment.json").read_text())["contract"]
+    assert (contract["workers"], contract["nodes"], contract["launcher"]) == (2, nodes, launcher)
+    assert output.count("P = 2 (V = 2 parts)") == 1, f"the contract must be said once:\n{output}"
+    assert output.count("done: loss") == 1, f"the end must be said once:\n{output}"
+    trained = model_of(record)
+    assert model in (None, trained), "the same command trained another model under this engine"
+    return trained
+
+
+def check_runs(runs: Path, n: int) -> list[Path]:
+    """The n records in this folder, each of a run that came to its end."""
+    records = sorted(runs.iterdir())
+    assert len(records) == n, f"{n} worlds write {n} records, not {records}"
+    for record in records:
+        assert json.loads((record / "result.json").read_text())["status"] == "done"
+    return records
+
+
+def model_of(record: Path) -> str:
+    """The hash of the weights a run ended with."""
+    return str(json.loads((record / "result.json").read_text())["model_sha256"])
+
+
+def run_together(
+    *commands: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = 110
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run commands at the same time, each to its end, output captured; at the deadline all end, with all they started."""
+    end = time.monotonic() + timeout_s
+    pipe = subprocess.PIPE
+    started = [subprocess.Popen(c, env={**os.environ, **(env or {})}, stdout=pipe, stderr=pipe, text=True) for c in commands]
+    done = []
+    try:
+        for process in started:
+            out, err = process.communicate(timeout=max(0.1, end - time.monotonic()))
+            done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+        return done
+    finally:
+        for process in started:
+            end_family(process)
+
+
+def end_family(process: "subprocess.Popen[str]") -> None:
+    """Kill a process of ours, if it still runs, and everything it started."""
+    if process.poll() is None:
+        for pid in [process.pid, *children(process.pid)]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.wait(10)
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float, why: Callable[[], str]) -> None:
+    """Poll until the condition holds; an AssertionError with `why()` at the deadline."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {timeout_s} s: {why()}"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs (one that ended and was not yet collected does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def free_ports(n: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    sockets = [socket.socket() for _ in range(n)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

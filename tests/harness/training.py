@@ -1,0 +1,90 @@
+"""Train in a test's own processes, and tasks small enough to reason about."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.config import make_config
+from paceline.data.loaders import Arrays
+from paceline.dist.world import World
+from paceline.training.build import build
+from paceline.training.loop import fit
+from paceline.training.observers import Result
+from paceline.training.task import Task, classify
+
+
+@dataclass
+class Watcher:
+    """An observer that remembers."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+
+    def start(self, contract: Any) -> None: ...
+
+    def step(self, row: Any) -> None:
+        self.steps.append(dict(row))
+
+    def epoch(self, row: Any) -> None:
+        self.epochs.append(dict(row))
+
+    def end(self, result: Result, model: nn.Module | None) -> None:
+        self.results.append(result)
+
+
+@dataclass
+class Trained:
+    """What a worker ended with; plain enough to cross a pipe."""
+
+    weights: dict[str, Any]
+    watcher: Watcher
+    result: Result
+
+
+def train_in(world: World, task: Task, options: dict[str, Any]) -> Trained:
+    """Train a task as this worker of this world. Every worker watches: numbers must be the same everywhere."""
+    run = build(task, make_config(task.defaults, {"log_every": 1, **options}), world)
+    watcher = Watcher()
+    result = fit(run, [watcher])
+    weights = {name: tensor.numpy().copy() for name, tensor in run.step.model.state_dict().items()}
+    return Trained(weights, watcher, result)
+
+
+def blobs(
+    samples: int = 103, validation: int = 41, objective: Any = None, dropout: float = 0.0, norm: bool = False, **fields: Any
+) -> Task:
+    """Three classes of points in five dimensions. Each sample carries its number, so that objectives can say whom they saw."""
+
+    def points(count: int, seed: int) -> Arrays:
+        random = torch.Generator().manual_seed(seed)
+        labels = torch.arange(count) % 3
+        centres = torch.randn(3, 5, generator=torch.Generator().manual_seed(7))
+        return Arrays((centres[labels] + torch.randn(count, 5, generator=random), labels, torch.arange(count)))
+
+    def model() -> nn.Module:
+        layers: list[nn.Module] = [nn.Linear(5, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 3)]
+        return nn.Sequential(*layers[:1], *([nn.BatchNorm1d(8)] if norm else []), *layers[1:])
+
+    defaults = {"global_batch": 12, "base_lr": 0.05, "reference_batch": 12, "epochs": 2, "eval_batch": 10, "weight_decay": 1e-3}
+    return Task(
+        name="blobs",
+        model=model,
+        train=lambda: points(samples, 0),
+        validation=lambda: points(validation, 1),
+        objective=objective or first_two(classify()),
+        defaults=defaults,
+        **fields,
+    )
+
+
+def first_two(objective: Any) -> Any:
+    """An objective over (inputs, labels), for batches that carry the sample's number too."""
+
+    def wrapped(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = objective(model, batch[:2])
+        return values
+
+    return wrapped

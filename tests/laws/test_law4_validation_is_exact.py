@@ -1,0 +1,47 @@
+"""Law 4: every validation sample counts once, for every number of workers: nothing padded, nothing dropped."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.processes import run_workers
+from harness.training import Trained, blobs, train_in
+from paceline.data.loaders import Arrays
+from paceline.dist.world import World
+from paceline.training.task import Task
+
+
+def numbers(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Metrics that are the sample's own number: their mean tells who was counted."""
+    inputs, sample = batch
+    loss = model(inputs).squeeze(1) * 0 + 1.0
+    return {"loss": loss, "number": sample.float(), "square": sample.float() ** 2}
+
+
+def validate(world: World, samples: int, options: dict[str, Any]) -> Trained:
+    data = Arrays((torch.ones(samples, 1), torch.arange(samples)))
+    task = Task(name="n", model=lambda: nn.Linear(1, 1), train=lambda: data, validation=lambda: data, objective=numbers)
+    return train_in(world, task, {"epochs": 1, "max_steps": 1, "global_batch": 6, "base_lr": 1e-9, **options})
+
+
+CASES = ((97, 10), (12, 100), (30, 10))
+"""(samples, chunk): a short last chunk, fewer chunks than workers, chunks that fit."""
+
+
+def validate_all(world: World) -> list[Trained]:
+    cases = [validate(world, samples, {"eval_batch": chunk}) for samples, chunk in CASES]
+    frozen = {"epochs": 1, "max_steps": 1, "base_lr": 1e-30, "momentum": 0.0}
+    return [*cases, train_in(world, blobs(validation=77), frozen)]
+
+
+def test_every_sample_counts_once_on_any_number_of_workers() -> None:
+    untrained = set()
+    for workers in (1, 2, 3):
+        for *cases, frozen in run_workers(validate_all, workers):
+            for (samples, _), result in zip(CASES, cases, strict=True):
+                row = result.watcher.epochs[0]
+                assert row["val_number"] == sum(range(samples)) / samples
+                assert row["val_square"] == sum(n * n for n in range(samples)) / samples
+            untrained.add((frozen.watcher.epochs[0]["val_loss"], frozen.watcher.epochs[0]["val_accuracy"]))
+    assert len(untrained) == 1, "one and the same model must get the same numbers bit for bit, whoever counts"

@@ -1,0 +1,176 @@
+"""Law 7: a failure ends the run within seconds, the first thing shown is the traceback of the worker that failed first, and
+no process is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.processes import paceline
+
+TASK = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from paceline import Arrays, Task
+
+STEP, KIND = {step}, {kind!r}
+seen = 0
+
+def fail():
+    if KIND == "raise":
+        raise ValueError("this is what went wrong")
+    if KIND == "exit":
+        os._exit(7)
+    if KIND == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if KIND == "segv":
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+def objective(model, batch):
+    global seen
+    if model.training and dist.get_rank() == 1 and seen == STEP:
+        fail()
+    seen += model.training
+    if KIND == "forever":
+        time.sleep(0.02)
+    x, y = batch
+    return {{"loss": (model(x) - y).square().squeeze(1)}}
+
+def data():
+    if KIND == "data" and dist.get_rank() == 1:
+        raise OSError("no such disk")
+    x = torch.randn(5000, 1)
+    return Arrays((x, x))
+
+def task():
+    return Task(name="doomed", model=lambda: nn.Linear(1, 1), train=data, validation=data, objective=objective,
+                defaults={{"global_batch": 10, "base_lr": 0.01, "log_every": 1, "epochs": 1000}})
+"""
+
+
+@pytest.fixture
+def tag() -> Iterator[str]:
+    """A variable that every process of the run inherits, to find the ones left behind."""
+    tag = uuid.uuid4().hex
+    yield tag
+    for pid in tagged(tag):
+        os.kill(pid, signal.SIGKILL)
+
+
+def tagged(tag: str) -> list[int]:
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if (
+                tag.encode() in environ.read_bytes()
+                and b"Z" not in (environ.parent / "stat").read_bytes().rpartition(b")")[2][:3]
+            ):
+                found.append(int(environ.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"waited {timeout_s} s for {what}"
+        time.sleep(0.02)
+
+
+def write_task(kind: str, step: int = 3) -> str:
+    Path("doomed.py").write_text(TASK.format(kind=kind, step=step))
+    return "doomed.py"
+
+
+@pytest.mark.parametrize(
+    ("kind", "first_line", "also"),
+    [
+        ("raise", "paceline: worker 1 failed first:", "ValueError: this is what went wrong"),
+        ("data", "paceline: worker 1 failed first:", "OSError: no such disk"),
+        ("exit", "paceline: worker 1 ended with exit code 7 and left no report", ""),
+        ("kill", "paceline: worker 1 was killed by SIGKILL", "out of memory"),
+        ("segv", "paceline: worker 1 was killed by SIGSEGV", ""),
+    ],
+)
+def test_the_failing_worker_is_shown_first(kind: str, first_line: str, also: str, runs: Path, tag: str) -> None:
+    done = paceline("train", write_task(kind), "--workers", "3", "--global-batch", "12", env={"TAG": tag}, timeout_s=60)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith(first_line), done.stderr
+    assert also in done.stderr
+    if kind in ("raise", "data"):
+        assert lines[1] == "Traceback (most recent call last):"
+        assert lines[-1] == also, "the traceback is the last thing, too: nothing of the other workers follows"
+    assert not tagged(tag)
+    records = list(runs.glob("*"))
+    if kind == "data":
+        assert not records, "a run that never began leaves no record"
+    else:
+        result = json.loads((records[0] / "result.json").read_text())
+        assert result["status"] == "failed"
+        assert result["why"].startswith(first_line.removeprefix("paceline: "))
+        for line in (records[0] / "metrics.jsonl").read_text().splitlines():
+            assert json.loads(line)["kind"] == "step"
+
+
+def start(tag: str, *args: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "paceline", "train", write_task("forever", step=-1), *args]
+    return subprocess.Popen(command, env={**os.environ, "TAG": tag}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_ctrl_c_ends_everything_and_keeps_the_record(workers: str, runs: Path, tag: str) -> None:
+    process = start(tag, "--workers", workers)
+    wait_until(lambda: any(path.stat().st_size for path in runs.glob("*/metrics.jsonl")), "the first step")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=40)
+    assert process.returncode == 130, err
+    assert err.strip() == "paceline: interrupted"
+    assert not tagged(tag)
+    (record,) = runs.glob("*")
+    assert json.loads((record / "result.json").read_text())["status"] == "interrupted"
+    assert (record / "metrics.jsonl").read_text().endswith("}\n")
+    assert not list(record.glob(".*"))
+
+
+def test_workers_die_with_a_killed_launcher(runs: Path, tag: str) -> None:
+    process = start(tag, "--workers", "2")
+    wait_until(lambda: any(path.stat().st_size for path in runs.glob("*/metrics.jsonl")), "the first step")
+    assert len(tagged(tag)) == 3
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not tagged(tag), "the workers to end", 20)
+
+
+def test_a_peer_killed_from_outside_while_others_wait(runs: Path, tag: str) -> None:
+    process = start(tag, "--workers", "2")
+    wait_until(lambda: any(path.stat().st_size for path in runs.glob("*/metrics.jsonl")), "the first step")
+    workers = [pid for pid in tagged(tag) if pid != process.pid]
+    victim = next(pid for pid in workers if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(victim, signal.SIGKILL)
+    _, err = process.communicate(timeout=40)
+    assert process.returncode == 1
+    assert err.startswith("paceline: worker 1 was killed by SIGKILL")
+    assert not tagged(tag)
+
+
+def test_divergence_ends_all_workers_with_code_3(runs: Path, tag: str) -> None:
+    done = paceline(
+        "train", "fashion-mnist-mini", "--workers", "2", "--base-lr", "1e9", "--model", "linear", env={"TAG": tag}, timeout_s=60
+    )
+    assert done.returncode == 3
+    assert len(done.stderr.splitlines()) == 1
+    assert all(word in done.stderr for word in ("step ", "lr ", "global batch 256", "try a lower --base-lr"))
+    assert not tagged(tag)
+    (record,) = runs.glob("*")
+    assert json.loads((record / "result.json").read_text())["status"] == "diverged"

@@ -1,0 +1,175 @@
+"""Two loaders, one behaviour: a batch is what the plan says, however it gets there and whoever makes it."""
+
+import gc
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from harness.processes import children
+from paceline.data.augment import Images
+from paceline.data.loaders import Arrays, Resident, Streaming, make_loader
+
+CPU = torch.device("cpu")
+PLAN = [np.array([5, 0, 7]), np.array([3]), np.array([1, 2, 4, 6]), np.array([8, 9])]
+
+
+def arrays(count: int = 10) -> Arrays:
+    images = torch.randint(0, 256, (count, 1, 6, 6), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    return Arrays((images, torch.arange(count)), about="noise")
+
+
+class Noisy(Dataset):
+    """A user's Dataset whose augmentation draws from all three generators there are."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
+        noise = torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
+        return noise, index, os.getpid()
+
+
+class Named(Dataset):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((2,), float(index)), "y": torch.tensor(index)}
+
+
+class Bare(Dataset):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), float(index))
+
+
+def noise_of(workers: int, plan: list[np.ndarray], epochs: tuple[int | None, ...] = (0,), seed: int = 0) -> dict:
+    """(epoch, sample) -> its noise."""
+    loader = Streaming(Noisy(), None, CPU, workers, seed)
+    found = {}
+    for epoch in epochs:
+        for batch, samples in zip(loader.batches(plan, epoch), plan, strict=True):
+            noise, index, _ = batch
+            assert index.tolist() == samples.tolist()
+            found |= {(epoch, sample): tuple(row) for sample, row in zip(index.tolist(), noise.tolist(), strict=True)}
+    return found
+
+
+def test_resident_and_streaming_give_equal_batches():
+    prepare = Images(mean=0.2, deviation=0.5, crop=1, flip=True, erase=0.5, seed=3)
+    data = arrays()
+    for epoch in (0, 1, None):
+        resident = list(Resident(data, prepare, CPU).batches(PLAN, epoch))
+        streaming = list(Streaming(data, prepare, CPU, 0, 3).batches(PLAN, epoch))
+        assert len(resident) == len(streaming) == len(PLAN)
+        for ours, theirs, samples in zip(resident, streaming, PLAN, strict=True):
+            assert torch.equal(ours[0], theirs[0])
+            assert ours[1].tolist() == theirs[1].tolist() == samples.tolist()
+
+
+def test_resident_gives_what_the_plan_says():
+    data = arrays()
+    for batch, samples in zip(Resident(data, None, CPU).batches(PLAN, 0), PLAN, strict=True):
+        assert isinstance(batch, tuple)
+        assert torch.equal(batch[0], data.tensors[0][torch.from_numpy(samples)])
+
+
+@pytest.mark.parametrize("kind", ["resident", "streaming"])
+def test_an_empty_plan_gives_no_batch(kind):
+    assert list(make_loader(arrays(), kind, None, CPU, 0, 0).batches([], 0)) == []
+
+
+def test_a_samples_noise_follows_the_sample():
+    """The same for any number of loader workers and any batching; other noise in another epoch, seed and in validation."""
+    reference = noise_of(0, PLAN, epochs=(0, 1, None))
+    assert len(set(reference.values())) == 30
+    for column in range(3):
+        assert len({noise[column] for noise in reference.values()}) == 30, "one of torch, numpy and random is not keyed"
+    ones = [np.array([sample]) for sample in reversed(range(10))]
+    assert noise_of(0, ones, epochs=(1, None, 0)) == reference
+    assert noise_of(2, PLAN, epochs=(0, 1, None)) == reference
+    assert not set(noise_of(0, PLAN, seed=1).values()) & set(reference.values())
+
+
+def test_workers_live_on_and_are_gone_with_the_loader():
+    loader = Streaming(Noisy(), None, CPU, 2, 0)
+    makers = [{int(pid) for batch in loader.batches(PLAN, epoch) for pid in batch[2]} for epoch in range(2)]
+    assert makers[0] == makers[1]
+    assert len(makers[0]) == 2
+    assert os.getpid() not in makers[0]
+    assert makers[0] <= children(os.getpid()).keys()
+    del loader
+    gc.collect()
+    assert not makers[0] & children(os.getpid()).keys()
+
+
+def test_an_epoch_that_was_not_finished_does_not_disturb_the_next():
+    loader = Streaming(Noisy(), None, CPU, 0, 0)
+    batches = loader.batches(PLAN, 0)
+    next(batches)
+    batches.close()
+    assert [batch[1].tolist() for batch in loader.batches(PLAN[::-1], 1)] == [samples.tolist() for samples in PLAN[::-1]]
+
+
+def test_tuples_are_collated_to_tuples():
+    (batch,) = Streaming(Noisy(), None, CPU, 0, 0).batches([np.array([4, 2])], 0)
+    assert isinstance(batch, tuple)
+    assert batch[0].shape == (2, 3)
+    assert batch[1].tolist() == [4, 2]
+
+
+def test_dicts_are_collated_to_dicts():
+    (batch,) = Streaming(Named(), None, CPU, 0, 0).batches([np.array([4, 2])], 0)
+    assert batch["x"].tolist() == [[4, 4], [2, 2]]
+    assert batch["y"].tolist() == [4, 2]
+
+
+def test_bare_tensors_are_stacked():
+    (batch,) = Streaming(Bare(), None, CPU, 0, 0).batches([np.array([4, 2])], 0)
+    assert isinstance(batch, torch.Tensor)
+    assert batch.tolist() == [[4, 4], [2, 2]]
+
+
+def test_prepare_gets_batch_samples_and_epoch():
+    seen = []
+
+    def prepare(batch, samples, epoch):
+        seen.append((batch[1].tolist(), samples.tolist(), epoch))
+        return ("prepared",)
+
+    for loader in (Resident(arrays(), prepare, CPU), Streaming(arrays(), prepare, CPU, 0, 0)):
+        assert list(loader.batches(PLAN, 7)) == [("prepared",)] * 4
+    expected = [(samples.tolist(), samples.tolist(), 7) for samples in PLAN]
+    assert seen == expected * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "expected"),
+    [
+        (arrays(), "auto", Resident),
+        (arrays(), "resident", Resident),
+        (arrays(), "streaming", Streaming),
+        (Noisy(), "auto", Streaming),
+        (Noisy(), "resident", Streaming),
+    ],
+)
+def test_the_loader_that_suits_the_data(data, kind, expected):
+    assert type(make_loader(data, kind, None, CPU, 0, 0)) is expected
+
+
+def test_arrays():
+    data = arrays()
+    assert len(data) == 10
+    assert data[3][1] == 3
+    assert data.nbytes == 10 * 36 + 10 * 8
+    first = data.first(4)
+    assert (len(first), first.about) == (4, "noise")
+    assert len(data.first(100)) == 10
+    with pytest.raises(ValueError, match=r"must have one length, not \[2, 3\]"):
+        Arrays((torch.zeros(2), torch.zeros(3)))

@@ -1,0 +1,301 @@
+"""The command line: a mistake is one line and exit code 2, a failure one line and 1, and help is there at once."""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from harness.processes import paceline, run
+from paceline import cli
+from paceline.config import Config, flag
+from paceline.data import fashion_mnist
+from paceline.training import run as training
+
+QUICK = ("--model", "linear", "--train-samples", "64", "--max-steps", "1")
+MINI = ("train", "fashion-mnist-mini", *QUICK)
+
+
+@pytest.fixture(autouse=True)
+def own_process(runs: Path) -> Iterator[None]:
+    """As if each call had a process of its own: task modules and the process group of a failed run are gone after it."""
+    path = list(sys.path)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.path[:] = path
+    sys.modules.pop("my_task", None)
+
+
+@pytest.fixture
+def mistake(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command line that must fail with one line on stderr; returns the line."""
+
+    def call(*argv: str, code: int = 2) -> str:
+        assert cli.run(argv) == code
+        out, err = capsys.readouterr()
+        assert err.endswith("\n")
+        assert len(err.splitlines()) == 1, err
+        assert err.startswith("paceline: ")
+        assert "Traceback" not in out + err
+        return err.rstrip()
+
+    return call
+
+
+def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("workers were started")
+
+    monkeypatch.setattr(training, "launch", refuse)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("trian", "x"), "unknown verb 'trian': did you mean 'train'?"),
+        (("docter",), "unknown verb 'docter': did you mean 'doctor'?"),
+        (("train", "fashion-mnist-mini", "--epoch", "3"), "unknown flag --epoch: did you mean --epochs?"),
+        (("train", "fashion-mnist-mini", "--bse-lr=3"), "unknown flag --bse-lr: did you mean --base-lr?"),
+        (("train", "fashion-mnist-mini", "more"), "unknown argument more"),
+        (("train", "fashion-mnst"), "unknown task 'fashion-mnst': did you mean 'fashion-mnist'?"),
+        (
+            ("train", "fashion-mnist-mini", "--schedule", "cosin"),
+            "unknown value for --schedule 'cosin': did you mean 'cosine'?",
+        ),
+        (("train", "fashion-mnist-mini", "--workers"), "argument --workers: expected one argument"),
+        (("train", "fashion-mnist-mini", "--workers", "two"), "--workers is 'two': it must be a whole number"),
+        (("train", "fashion-mnist-mini", "--workers", "0"), "--workers is 0: it must be at least 1"),
+        (("train", "fashion-mnist-mini", "--name", "../x"), "--name is '../x': it must be a plain name"),
+        (("train",), "the following arguments are required: task"),
+        ((), "required: VERB"),
+        (("data", "lst"), "invalid choice: 'lst'"),
+        (("data", "verify", "fashion-mnist-mni"), "did you mean 'fashion-mnist-mini'?"),
+        (("data", "list", "--dat-dir", "x"), "unknown flag --dat-dir: did you mean --data-dir?"),
+        (("doctor", "--verbose"), "unknown flag --verbose"),
+    ],
+)
+def test_a_mistake_is_one_line(mistake, argv, words):
+    assert words in mistake(*argv)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--model", "resnett"), "unknown model 'resnett': did you mean 'resnet'?"),
+        (("--model", "resnet:dpeth=20"), "unknown key of model resnet 'dpeth': did you mean 'depth'?"),
+        (("--model", "resnet:depth=deep"), "model resnet: depth is 'deep'"),
+        (("--optimizer", "sgdd"), "unknown optimizer 'sgdd': did you mean 'sgd'?"),
+    ],
+)
+def test_an_unknown_part_is_one_line_for_any_number_of_workers(mistake, runs, monkeypatch, flags, words, workers):
+    no_workers(monkeypatch)
+    assert words in mistake("train", "fashion-mnist-mini", *flags, "--workers", workers)
+    assert not runs.exists()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("train", "fashion-mnist-mini", "--global-batch", "100", "--workers", "3"),
+        ("train", "fashion-mnst", "--workers", "2"),
+        ("train", "my_task.py", "--workers", "2"),
+        ("train", "fashion-mnist-mini", "--workers", "2", "--epochs", "0"),
+    ],
+)
+def test_what_can_be_known_wrong_is_refused_before_workers_start(mistake, runs, monkeypatch, argv):
+    no_workers(monkeypatch)
+    mistake(*argv)
+    assert not runs.exists()
+
+
+def test_a_batch_that_does_not_divide_names_those_that_do(mistake, monkeypatch):
+    no_workers(monkeypatch)
+    assert "use 99 or 102" in mistake("train", "fashion-mnist-mini", "--workers", "3", "--global-batch", "100")
+
+
+def test_recipe_mistakes(mistake, tmp_path):
+    assert "cannot read recipe missing.toml: No such file" in mistake(*MINI, "--recipe", "missing.toml")
+    Path("broken.toml").write_text("epochs = = 3")
+    assert "recipe broken.toml is not valid TOML" in mistake(*MINI, "--recipe", "broken.toml")
+    Path("unknown.toml").write_text("epoch = 3")
+    assert "recipe unknown.toml: unknown key 'epoch': did you mean 'epochs'?" in mistake(*MINI, "--recipe", "unknown.toml")
+    Path("wrong.toml").write_text("epochs = 1.5")
+    assert "--epochs is 1.5: it must be a whole number" in mistake(*MINI, "--recipe", "wrong.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import paceline\nraise ValueError('no data')", "task my_task.py raised ValueError: no data (line 2 of my_task.py)"),
+        ("def task():\n    return 1 / 0", "raised ZeroDivisionError: division by zero (line 2 of my_task.py)"),
+        ("def task():\n    raise KeyError('two\\nlines')", "raised KeyError: "),
+        ("def task():\n    raise RuntimeError('two\\nlines')", "raised RuntimeError: two lines (line 2 of my_task.py)"),
+        ("def task(:", "raised SyntaxError: invalid syntax (my_task.py, line 1)"),
+        ("import no_such_module", "raised ModuleNotFoundError: No module named 'no_such_module' (line 1 of my_task.py)"),
+        ("def task():\n    return 3", "task() in my_task.py returned int: it must return a paceline.Task"),
+        ("def tsk():\n    return 3", "my_task.py has no function task()"),
+        ("from paceline import PacelineError\ndef task():\n    raise PacelineError('mine')", "paceline: mine"),
+    ],
+)
+def test_a_broken_task_file_is_one_line(mistake, runs, text, words):
+    Path("my_task.py").write_text(text + "\n")
+    line = mistake("train", "my_task.py", code=1 if "mine" in words else 2)
+    assert words in line
+    assert "frozen" not in line
+    assert not runs.exists()
+
+
+def test_a_missing_task_file_says_where_it_looked(mistake, tmp_path):
+    assert f"task file my_task.py does not exist (looked in {tmp_path})" in mistake("train", "my_task.py")
+
+
+def test_a_mended_task_file_is_read_again(mistake):
+    Path("my_task.py").write_text("raise ValueError('first')\n")
+    assert "first" in mistake("train", "my_task.py")
+    Path("my_task.py").write_text("raise ValueError('second, longer')\n")
+    assert "second" in mistake("train", "my_task.py")
+
+
+def test_corrupt_data_is_one_line(mistake, runs):
+    shutil.copytree(fashion_mnist._MINI_FOLDER, "data")
+    labels = Path("data") / f"{fashion_mnist.TRAIN_LABELS}.gz"
+    labels.write_bytes(labels.read_bytes()[:100])
+    line = mistake("train", "fashion-mnist", *QUICK, "--data-dir", "data", code=1)
+    assert fashion_mnist.TRAIN_IMAGES in line or fashion_mnist.TRAIN_LABELS in line
+    assert not runs.exists()
+
+
+def test_a_runs_dir_that_is_a_file(mistake):
+    Path("file").write_text("mine")
+    assert "cannot write the record in file" in mistake(*MINI, "--runs-dir", "file", code=1)
+    assert Path("file").read_text() == "mine"
+    assert [path.name for path in Path().iterdir()] == ["file"]
+
+
+def test_a_runs_dir_that_cannot_be_written(mistake):
+    line = mistake(*MINI, "--runs-dir", "/proc/paceline-runs", code=1)  # root may write everywhere else
+    assert "cannot write the record in /proc/paceline-runs" in line
+    assert "choose another --runs-dir" in line
+    assert not list(Path().iterdir())
+
+
+def test_train_says_0_and_leaves_a_record(runs, capsys):
+    assert cli.run([*MINI, "--name", "first"]) == 0
+    assert "record in runs/first" in capsys.readouterr().out
+    names = {path.name for path in (runs / "first").iterdir()}
+    assert names == {"config.toml", "environment.json", "metrics.jsonl", "course.csv", "model.safetensors", "result.json"}
+
+
+def test_data_list_and_verify(capsys):
+    assert cli.run(["data", "list"]) == 0
+    assert "fashion-mnist-mini" in capsys.readouterr().out
+    assert cli.run(["data", "verify", "fashion-mnist-mini"]) == 0
+    assert capsys.readouterr().out.count("ok ") == 4
+
+
+def test_data_verify_of_damaged_data_says_which_file_and_fails(capsys):
+    shutil.copytree(fashion_mnist._MINI_FOLDER, "data")
+    assert cli.run(["data", "verify", "fashion-mnist", "--data-dir", "data"]) == 1
+    assert capsys.readouterr().out.count("BAD") == 4  # the mini files are not the published ones
+
+
+def test_an_error_of_ours_has_a_traceback(capsys, monkeypatch):
+    def broken(*_: Any, **__: Any) -> None:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(training, "train", broken)
+    assert cli.run([*MINI]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "LookupError: a bug" in err
+
+
+def test_interrupted_is_130(capsys, monkeypatch):
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "train", interrupt)
+    assert cli.run([*MINI]) == 130
+    assert capsys.readouterr().err == "paceline: interrupted\n"
+
+
+def test_only_rank_0_speaks_of_the_users_mistake(capsys, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.run(["train", "fashion-mnist-mini", "--epochs", "0"]) == 2
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert cli.run(["train", "fashion-mnist-mini", "--epochs", "0"]) == 2
+    assert capsys.readouterr().err == "paceline: worker 0: --epochs is 0: it must be at least 1\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--help",), ("train", "data", "doctor", "examples:", "--version")),
+        (("train", "--help"), ("task", "--recipe", *(flag(f.name) for f in dataclasses.fields(Config)))),
+        (("data", "--help"), ("list", "fetch", "verify", "--data-dir")),
+        (("doctor", "--help"), ("usage: paceline doctor",)),
+    ],
+)
+def test_help_lists_everything(capsys, argv, words):
+    with pytest.raises(SystemExit) as caught:
+        cli.run(argv)
+    assert not caught.value.code
+    out = capsys.readouterr().out
+    missing = [word for word in words if word not in out]
+    assert not missing
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        cli.run(["--version"])
+    assert capsys.readouterr().out.startswith("paceline 0.")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "fashion-mnist", "--epochs", "0"], ["trian"]])
+def test_nothing_light_imports_torch(argv):
+    code = (
+        "import sys\nfrom paceline import cli\n"
+        f"try:\n    cli.run({argv!r})\nexcept SystemExit:\n    pass\n"
+        "sys.exit(bool({'torch', 'numpy', 'rich'} & set(sys.modules)))"
+    )
+    done = run([sys.executable, "-c", code])
+    assert done.returncode == 0, done
+
+
+def test_help_uses_little_cpu_time():
+    def cpu_s() -> float:
+        process = subprocess.Popen([sys.executable, "-m", "paceline", "--help"], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        return usage.ru_utime + usage.ru_stime
+
+    assert min(cpu_s() for _ in range(3)) < 0.3
+
+
+def test_the_exit_code_reaches_the_shell():
+    done = paceline("trian")
+    assert done.returncode == 2
+    assert done.stderr == "paceline: unknown verb 'trian': did you mean 'train'?\n"
+
+
+def test_a_reader_that_goes_away_is_no_traceback(capfd, monkeypatch):
+    def broken(*_: Any) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_verb", broken)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=lambda: os.dup(1)))
+    assert cli.run(["doctor"]) == 1
+    assert "Traceback" not in capfd.readouterr().err

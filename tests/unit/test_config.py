@@ -1,0 +1,231 @@
+"""One dataclass is the source of flags, recipes and the record: what goes in one way comes back equal the other ways."""
+
+import argparse
+import dataclasses
+import functools
+import math
+import typing
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config import SECTIONS, Config, add_flags, flag, make_config, read_recipe, to_flags, to_toml
+from paceline.errors import UsageError
+
+FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+KINDS = typing.get_type_hints(Config)
+PLAIN = {"nodes": 3, "node_id": 2, "warmup_steps": 0, "warmup_epochs": 0.0}  # what the checks across fields leave alone
+
+
+def values(name: str) -> st.SearchStrategy[Any]:
+    """Values a field may hold."""
+    kind = KINDS[name]
+    if typing.get_origin(kind) is Literal:
+        return st.sampled_from(typing.get_args(kind))
+    if kind is bool:
+        return st.booleans()
+    if kind is str:
+        return st.text(st.characters(exclude_characters="/.")) if name == "name" else st.text()
+    if int in (kind, *typing.get_args(kind)):
+        return st.integers(1, 2**80)
+    return st.floats(0, 1, exclude_min=True, exclude_max=True)
+
+
+configs = st.fixed_dictionaries({}, optional={name: values(name) for name in FIELDS if name not in PLAIN}).map(
+    lambda options: Config(**PLAIN, **options)
+)
+
+
+@functools.cache
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="x", allow_abbrev=False)
+    add_flags(made)
+    return made
+
+
+def parse(flags: list[str]) -> dict[str, Any]:
+    return vars(parser().parse_args(flags))
+
+
+def recipe(folder: Any, text: str) -> str:
+    path = folder / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(config=configs)
+def test_toml_reads_back_to_an_equal_config(config, tmp_path_factory):
+    path = recipe(tmp_path_factory.getbasetemp(), to_toml(config))
+    assert make_config(read_recipe(path)) == config
+
+
+@settings(max_examples=60, deadline=None)
+@given(config=configs)
+def test_flags_read_back_to_an_equal_config(config):
+    assert make_config(parse(to_flags(vars(config)))) == config
+
+
+@pytest.mark.parametrize(
+    "text", ['a"b', "a\\b", "tab\tnew\nline", "\x00\x7f", "é 火 \U0001f600", "\u2028", "'''", "# no comment"]
+)
+def test_odd_text_survives_toml(text, tmp_path):
+    assert read_recipe(recipe(tmp_path, to_toml(Config(data_dir=text))))["data_dir"] == text
+
+
+def test_odd_text_survives_flags():
+    for text in ("--epochs=3", "-x", "a=b", "", "two words"):
+        assert make_config(parse(to_flags({"data_dir": text}))).data_dir == text
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_has_help_and_a_flag(name):
+    action = parser()._option_string_actions[flag(name)]
+    assert action.dest == name
+    assert len(str(action.help)) > 10
+
+
+def test_help_shows_defaults_and_choices():
+    text = " ".join(parser().format_help().split())
+    assert "constant|linear|cosine|one-cycle" in text
+    assert "[0.05]" in text
+    assert "--no-flip" in text
+
+
+def test_sections_name_fields():
+    assert set(SECTIONS.values()) <= FIELDS.keys()
+    assert next(iter(SECTIONS.values())) == next(iter(FIELDS)), "a field before the first heading would have none"
+    order = list(FIELDS)
+    assert [order.index(first) for first in SECTIONS.values()] == sorted(order.index(first) for first in SECTIONS.values())
+
+
+def test_a_flag_not_given_leaves_nothing_behind():
+    assert parse(["--epochs", "3"]) == {"epochs": "3"}
+
+
+def test_later_layers_win(tmp_path):
+    task = {"epochs": 2, "model": "cnn", "flip": True}
+    path = recipe(tmp_path, "epochs = 7\nbase_lr = 1\nflip = false\n")
+    config = make_config(task, read_recipe(path), parse(["--base-lr", "0.5"]))
+    assert (config.epochs, config.base_lr, config.model, config.flip, config.seed) == (7, 0.5, "cnn", False, 0)
+
+
+def test_none_in_a_layer_is_the_default():
+    assert make_config({"global_batch": 64}, {"global_batch": None}).global_batch is None
+
+
+@pytest.mark.parametrize(("key", "near"), [("epoch", "epochs"), ("baselr", "base_lr"), ("qqqq", "known:")])
+def test_an_unknown_key_names_the_nearest(key, near, tmp_path):
+    path = recipe(tmp_path, f"{key} = 1\n")
+    with pytest.raises(UsageError, match=near) as caught:
+        read_recipe(path)
+    assert path in str(caught.value)
+    with pytest.raises(UsageError, match=near):
+        make_config({key: 1})
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("epochs = true", "--epochs is True: it must be a whole number"),
+        ("epochs = 2.0", "--epochs is 2.0: it must be a whole number"),
+        ('epochs = "five"', "--epochs is 'five': it must be a whole number"),
+        ("epochs = [1]", "a whole number"),
+        ("base_lr = true", "--base-lr is True: it must be a number"),
+        ('base_lr = "fast"', "--base-lr is 'fast': it must be a number"),
+        ("base_lr = 2024-01-01", "a number"),
+        (f"base_lr = {10**400}", "a number"),
+        ("flip = 1", "--flip is 1: it must be true or false"),
+        ('flip = "true"', "true or false"),
+        ("model = 3", "--model is 3: it must be text"),
+        ("schedule = 3", "unknown value for --schedule '3'"),
+        ('precision = "bf61"', "did you mean 'bf16'"),
+        ("workers = 1.5", "--workers is 1.5: it must be a whole number"),
+    ],
+)
+def test_a_wrong_type_in_a_recipe_is_refused(line, words, tmp_path):
+    options = read_recipe(recipe(tmp_path, line))
+    with pytest.raises(UsageError) as caught:
+        make_config(options)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_whole_number_may_stand_for_a_number(tmp_path):
+    config = make_config(read_recipe(recipe(tmp_path, "base_lr = 1")))
+    assert config.base_lr == 1.0
+    assert isinstance(config.base_lr, float)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("workers", value) for value in (0, -1)),
+        *((name, 0) for name in ("nodes", "reference_batch", "global_batch", "accumulate", "epochs", "patience")),
+        *((name, 0) for name in ("eval_batch", "log_every", "base_lr")),
+        *((name, -1) for name in ("node_id", "train_samples", "crop", "loader_workers", "weight_decay", "clip_norm")),
+        *((name, -1) for name in ("warmup_epochs", "warmup_steps", "warmup_from", "max_steps", "seed", "check_every")),
+        *((name, value) for name in ("erase", "momentum", "label_smoothing", "target_accuracy") for value in (-0.1, 1.1)),
+        *((name, value) for name in ("beta1", "beta2") for value in (-0.1, 1.0, 1.1)),
+        *((name, value) for name in ("peak_at",) for value in (-0.1, 1.1)),
+        *(
+            (name, value)
+            for name in ("base_lr", "weight_decay", "timeout_s", "momentum", "warmup_from", "clip_norm", "peak_at")
+            for value in (math.nan, math.inf, -math.inf)
+        ),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_its_flag(name, value):
+    with pytest.raises(UsageError) as caught:
+        make_config({name: value, "schedule": "constant"})
+    assert str(caught.value).startswith(flag(name) + " is ")
+
+
+@pytest.mark.parametrize("fraction", ["erase", "momentum", "label_smoothing", "target_accuracy", "peak_at"])
+def test_fractions_include_their_ends(fraction):
+    assert getattr(Config(**{fraction: 0.0}), fraction) == 0.0
+    assert getattr(Config(**{fraction: 1.0}), fraction) == 1.0
+
+
+def test_node_id_must_be_one_of_the_nodes():
+    assert Config(nodes=2, node_id=1).node_id == 1
+    with pytest.raises(UsageError, match="between 0 and 1"):
+        Config(nodes=2, node_id=2)
+
+
+@pytest.mark.parametrize("warmup", [{"warmup_epochs": 1.0}, {"warmup_steps": 1}])
+def test_one_cycle_with_warm_up_is_refused(warmup):
+    with pytest.raises(UsageError, match="one-cycle warms up by itself"):
+        Config(**warmup)
+    assert Config(schedule="cosine", **warmup).schedule == "cosine"
+
+
+def test_two_kinds_of_warm_up_are_refused():
+    with pytest.raises(UsageError, match="both given"):
+        Config(schedule="cosine", warmup_epochs=1.0, warmup_steps=1)
+
+
+def test_nesterov_without_momentum_is_plain_sgd():
+    assert not Config(momentum=0.0).nesterov
+    assert Config(momentum=0.0, optimizer="adamw").nesterov
+    assert Config().nesterov
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "/tmp/x", "a/", ".", ".."])
+def test_a_name_is_no_path(name):
+    with pytest.raises(UsageError, match="it must be a plain name"):
+        Config(name=name)
+
+
+def test_unreadable_recipes(tmp_path):
+    with pytest.raises(UsageError, match=r"cannot read recipe .*: No such file"):
+        read_recipe(str(tmp_path / "missing.toml"))
+    with pytest.raises(UsageError, match="cannot read recipe"):
+        read_recipe(str(tmp_path))
+    with pytest.raises(UsageError, match="not valid TOML"):
+        read_recipe(recipe(tmp_path, "epochs ="))
+    (tmp_path / "latin.toml").write_bytes(b'model = "\xff"')
+    with pytest.raises(UsageError, match="not valid TOML"):
+        read_recipe(str(tmp_path / "latin.toml"))

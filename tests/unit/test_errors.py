@@ -1,0 +1,39 @@
+"""The error tree: exit codes, and the nearest right name."""
+
+import inspect
+
+import pytest
+
+from paceline import errors
+from paceline.errors import PacelineError, unknown
+
+
+def test_a_near_name_is_suggested():
+    assert str(unknown("model", "resnett", ["cnn", "resnet"])) == "unknown model 'resnett': did you mean 'resnet'?"
+
+
+def test_the_nearest_of_several_is_suggested():
+    assert "'wide-resnet'" in str(unknown("model", "wide-resne", ["resnet", "wide-resnet", "course-wide-resnet"]))
+
+
+def test_where_nothing_is_near_all_are_listed_in_order():
+    assert str(unknown("optimizer", "zzz", ["sgd", "adamw"])) == "unknown optimizer 'zzz': known: adamw, sgd"
+
+
+def test_an_unknown_name_is_the_users_mistake():
+    assert unknown("x", "y", []).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("PacelineError", 1), ("UsageError", 2), ("DataError", 1), ("RecordError", 1), ("WorkersDisagree", 1), ("Diverged", 3)],
+)
+def test_exit_codes(name, code):
+    assert getattr(errors, name).exit_code == code
+
+
+def test_every_error_is_in_the_tree():
+    members = inspect.getmembers(errors, inspect.isclass)
+    classes = [value for _, value in members if value.__module__ == errors.__name__]
+    assert len(classes) >= 6
+    assert all(issubclass(value, PacelineError) and value.__doc__ for value in classes)

@@ -1,0 +1,143 @@
+"""The numbers a run is about to use, worked out by hand."""
+
+import json
+
+import pytest
+import torch
+
+from paceline.config import Config
+from paceline.dist.world import World
+from paceline.errors import UsageError
+from paceline.training.contract import Contract, make_contract, plan_run
+
+ABOUT = {
+    "task": "mine",
+    "model": "cnn",
+    "parameters": 1234567,
+    "data": "noise",
+    "train_samples": 60_000,
+    "validation_samples": 10_000,
+    "loader": "on the device",
+    "record": "runs/x",
+}
+
+
+def world(size: int = 1, launcher: str = "paceline") -> World:
+    return World(
+        rank=0,
+        local_rank=0,
+        node=0,
+        size=size,
+        local_size=size,
+        nodes=1,
+        device=torch.device("cpu"),
+        backend="gloo",
+        launcher=launcher,
+    )
+
+
+def contract(config: Config, here: World, samples: int = 60_000) -> Contract:
+    sampler, schedule = plan_run(config, here, samples)
+    return make_contract(config, here, sampler, schedule, ABOUT)
+
+
+def test_the_default_batch_is_the_reference_for_each_worker():
+    found = contract(Config(reference_batch=128, base_lr=0.05, epochs=5), world(4))
+    assert (found.global_batch, found.part_batch, found.k, found.virtual_workers) == (512, 128, 4, 4)
+    assert found.peak_lr == pytest.approx(0.2)
+    assert found.steps_per_epoch == 118  # 117 x 512 = 59,904; the last 608 of 60,000 are shared by two steps
+    assert found.total_steps == 590
+
+
+def test_a_batch_of_ones_own_and_the_square_root():
+    config = Config(reference_batch=100, global_batch=400, base_lr=0.1, lr_rule="sqrt", epochs=3)
+    found = contract(config, world(2), samples=1200)
+    assert (found.k, found.part_batch, found.steps_per_epoch, found.total_steps) == (4, 200, 3, 9)
+    assert found.peak_lr == pytest.approx(0.2)
+
+
+def test_k_may_be_a_fraction():
+    found = contract(Config(reference_batch=128, global_batch=32, base_lr=0.1), world())
+    assert found.k == 0.25
+    assert found.peak_lr == pytest.approx(0.025)
+
+
+def test_the_same_batch_on_any_number_of_workers_is_the_same_mathematics():
+    several = [contract(Config(global_batch=512), world(size)) for size in (1, 2, 4)]
+    assert len({(c.k, c.peak_lr, c.steps_per_epoch, c.total_steps) for c in several}) == 1
+    assert [c.part_batch for c in several] == [512, 256, 128]
+
+
+def test_a_step_limit_shortens_the_schedule():
+    _, schedule = plan_run(Config(epochs=5, max_steps=7), world(), 1280)
+    assert schedule.total_steps == 7
+    _, schedule = plan_run(Config(epochs=5, max_steps=700), world(), 1280)
+    assert schedule.total_steps == 50
+
+
+def test_a_batch_that_does_not_divide():
+    with pytest.raises(UsageError, match="use 99 or 102"):
+        plan_run(Config(global_batch=100), world(3), 1000)
+
+
+def test_too_few_samples():
+    with pytest.raises(UsageError, match="2 training samples cannot feed 4 workers"):
+        plan_run(Config(), world(4), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "constant"}, "none"),
+        ({"schedule": "cosine", "warmup_epochs": 2.0}, "over 20 steps from 0.25 of the peak, by step"),
+        (
+            {"schedule": "linear", "warmup_steps": 5, "warmup_from": 0.5, "schedule_by": "epoch"},
+            "over 5 steps from 0.5 of the peak",
+        ),
+        ({"schedule": "one-cycle", "peak_at": 0.2}, "over 10 steps from 0.1 of the peak"),
+    ],
+)
+def test_warm_up_in_words(options, words):
+    found = contract(Config(epochs=5, global_batch=512, **options), world(4), samples=5120)
+    assert found.warmup.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "sgd Nesterov 0.9, weight decay 0.0005"),
+        ({"nesterov": False}, "sgd momentum 0.9, weight decay 0.0005"),
+        ({"momentum": 0.0, "weight_decay": 0.0}, "sgd plain, weight decay 0"),
+        ({"optimizer": "adamw", "clip_norm": 1.0}, "adamw, weight decay 0.0005, clipped to norm 1"),
+    ],
+)
+def test_the_optimizer_in_words(options, words):
+    assert contract(Config(**options), world()).optimizer == words
+
+
+def test_lines_say_all_of_it():
+    lines = dict(contract(Config(accumulate=2, seed=11), world(4)).lines())
+    assert lines["task"] == "mine: 60,000 training and 10,000 validation samples"
+    assert lines["data"] == "noise (on the device)"
+    assert lines["model"] == "cnn, 1,234,567 parameters"
+    assert lines["reference"] == "batch 128 at lr 0.05"
+    assert lines["workers"] == "P = 4 (V = 4 parts), started here, 1 node(s)"
+    assert lines["global batch"] == "512 = 4 parts of 128, each in 2 micro-batches"
+    assert lines["scale"] == "k = 4, rule linear: peak lr 0.2"
+    assert lines["steps"] == "118 an epoch, 5 epochs, 590 in all"
+    assert "4 CPU workers" in lines["device"]
+    assert "backend gloo, fp32" in lines["device"]
+    assert lines["seed"] == "11"
+    assert lines["record"] == "runs/x"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"), [("alone", "in this process"), ("srun", "by srun"), ("torchrun", "by torchrun")]
+)
+def test_the_launcher_in_words(launcher, words):
+    assert contract(Config(), world(launcher=launcher)).launcher == words
+
+
+def test_the_record_can_hold_it():
+    found = contract(Config(), world(2))
+    assert json.loads(json.dumps(found.as_dict()))["peak_lr"] == found.peak_lr

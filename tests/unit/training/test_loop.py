@@ -1,0 +1,229 @@
+"""The loop and the step: weighting, accumulation, limits, precision, what ends a run."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.processes import run_workers
+from harness.training import Trained, blobs, train_in
+from paceline.data.loaders import Arrays
+from paceline.dist.place import Place
+from paceline.dist.world import World, choose_device, world
+from paceline.errors import Diverged, UsageError
+from paceline.training.loop import model_sha256
+from paceline.training.task import Task, classify
+
+
+def alone(task: Task, **options: Any) -> Trained:
+    with world() as here:
+        return train_in(here, task, options)
+
+
+def plain_sgd(steps: list[list[int]], samples: int) -> dict[str, Any]:
+    """The same training written out by hand: the reference for weighting."""
+    task = blobs(samples)
+    data = task.train()
+    assert isinstance(data, Arrays)
+    assert task.model is not None
+    trained = alone(blobs(samples), epochs=1, max_steps=1, base_lr=1e-30, momentum=0.0, weight_decay=0.0)
+    model = task.model()
+    model.load_state_dict({name: torch.from_numpy(value) for name, value in trained.weights.items()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in steps:
+        inputs, labels, _ = data.__getitems__(step)
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+
+
+PLAIN = {"momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "epochs": 1}
+
+
+def several(world: World) -> list[Trained]:
+    """An epoch whose tail does not divide, in one go and in micro-batches."""
+    return [train_in(world, blobs(31), {**PLAIN, "accumulate": accumulate}) for accumulate in (1, 2)]
+
+
+def test_every_sample_of_a_step_weighs_the_same_on_any_number_of_workers() -> None:
+    from paceline.data.sampler import Sampler
+
+    sampler = Sampler(31, 12, 3, 0)
+    order, bounds = sampler.order(0).tolist(), sampler.step_bounds().tolist()
+    assert np.diff(bounds).tolist() == [12, 12, 7]
+    expected = plain_sgd([order[a:b] for a, b in itertools.pairwise(bounds)], 31)
+    for workers in (1, 3):
+        for once, micro in run_workers(several, workers):
+            for name, weights in expected.items():
+                np.testing.assert_allclose(once.weights[name], weights, rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(micro.weights[name], weights, rtol=1e-5, atol=1e-6)
+            assert once.watcher.steps[0]["loss"] == pytest.approx(micro.watcher.steps[0]["loss"], rel=1e-5)
+
+
+def test_a_run_repeats_bit_for_bit() -> None:
+    first, second, other = (alone(blobs(norm=True, dropout=0.2), seed=seed) for seed in (0, 0, 1))
+    assert first.result.model_sha256 == second.result.model_sha256
+    assert [row["loss"] for row in first.watcher.steps] == [row["loss"] for row in second.watcher.steps]
+    assert other.result.model_sha256 != first.result.model_sha256
+
+
+def test_it_learns_with_each_optimizer_and_precision() -> None:
+    options: list[dict[str, Any]] = [{}, {"optimizer": "adamw", "base_lr": 0.01}, {"precision": "bf16"}, {"clip_norm": 0.5}]
+    for option in options:
+        trained = alone(blobs(600), epochs=6, **option)
+        first, last = trained.watcher.steps[0], trained.watcher.epochs[-1]
+        assert last["val_loss"] < 0.7 * first["loss"], option
+        assert last["val_accuracy"] > 0.6, option  # chance is a third
+        assert all(value.dtype == np.float32 for value in trained.weights.values())
+
+
+def test_bf16_is_really_used() -> None:
+    seen = set()
+
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        logits = model(batch[0])
+        seen.add(logits.dtype)
+        return {"loss": torch.nn.functional.cross_entropy(logits.float(), batch[1], reduction="none")}
+
+    alone(blobs(objective=objective), epochs=1, precision="bf16")
+    assert seen == {torch.bfloat16}
+
+
+def test_clipping_bounds_the_update() -> None:
+    """With plain SGD the first step moves the weights by lr times the gradient's norm: at most lr times the bound."""
+    start = alone(blobs(), max_steps=1, base_lr=1e-30, **{**PLAIN, "weight_decay": 0.0})
+    for bound in (0.01, 0.0):
+        end = alone(blobs(), max_steps=1, base_lr=1.0, clip_norm=bound, **PLAIN)
+        moved = sum(float(np.square(end.weights[name] - start.weights[name]).sum()) for name in start.weights) ** 0.5
+        assert (moved <= 0.01 * 1.001) if bound else (moved > 0.02)
+
+
+def test_limits() -> None:
+    assert alone(blobs(), max_steps=5).result.steps == 5
+    assert len(alone(blobs(), epochs=3).watcher.epochs) == 3
+    stopped = alone(blobs(300), epochs=30, target_accuracy=0.5, patience=3)
+    assert stopped.result.status == "target reached"
+    reached = [row["val_accuracy"] >= 0.5 for row in stopped.watcher.epochs]
+    assert reached[-3:] == [True] * 3
+    assert not any(all(reached[i : i + 3]) for i in range(len(reached) - 3)), "it went on after the target was reached"
+    assert alone(blobs(), target_accuracy=1.0).result.status == "done"
+
+
+def test_patience_counts_epochs_in_a_row() -> None:
+    """Accuracy by script: over the target in epochs 1, 3 and 4. Two in a row are reached after the fourth."""
+    script = iter([0.9, 0.1, 0.9, 0.9, 0.9, 0.9])
+
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        values = classify()(model, batch[:2])
+        if not model.training:
+            values["accuracy"] = torch.full_like(values["accuracy"], next(script))
+        return values
+
+    trained = alone(blobs(objective=objective), epochs=6, target_accuracy=0.85, patience=2, eval_batch=1000)
+    assert trained.result.epochs == 4
+
+
+def test_learning_rates_are_the_schedules_own() -> None:
+    by_step = alone(blobs(120), schedule="linear", epochs=2, base_lr=0.1)
+    lrs = [row["lr"] for row in by_step.watcher.steps]
+    assert lrs == pytest.approx([0.1 * (1 - i / 20) for i in range(20)])
+    by_epoch = alone(blobs(120), schedule="linear", schedule_by="epoch", epochs=2, base_lr=0.1)
+    assert [row["lr"] for row in by_epoch.watcher.steps] == pytest.approx([0.1] * 10 + [0.05] * 10)
+
+
+def diverge(world: World) -> tuple[str, list[Any]]:
+    """Worker 1's loss alone becomes infinite, at its fourth step."""
+    passes = 0
+
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        nonlocal passes
+        passes += 1
+        values = classify()(model, batch[:2])
+        if world.rank == 1 and passes == 4:
+            values["loss"] = values["loss"] * float("inf")
+        return values
+
+    try:
+        train_in(world, blobs(objective=objective), {"epochs": 1})
+    except Diverged as error:
+        return str(error), [passes]
+    return "it went on", [passes]
+
+
+def test_a_loss_that_is_not_finite_on_one_worker_ends_all_at_the_same_step() -> None:
+    (first, passes), (second, others) = run_workers(diverge, 2)
+    assert first == second
+    assert "at step 4 (epoch 1)" in first
+    assert "global batch 12" in first
+    assert passes == others
+    assert passes[0] <= 6, "it ends at once"
+
+
+def test_objectives_that_break_their_promise() -> None:
+    def mean_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        return {"loss": classify()(model, batch[:2])["loss"].mean()}
+
+    def no_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        return {"accuracy": classify()(model, batch[:2])["accuracy"]}
+
+    with pytest.raises(UsageError, match=r"'loss' as \(\): it must hold one value a sample, shape \(12,\)"):
+        alone(blobs(objective=mean_loss))
+    with pytest.raises(UsageError, match="must return a dict with 'loss'"):
+        alone(blobs(objective=no_loss))
+
+
+def test_label_smoothing_leaves_validation_alone() -> None:
+    model, batch = nn.Linear(5, 3), (torch.randn(4, 5), torch.tensor([0, 1, 2, 0]))
+    smooth, plain = classify(0.3), classify()
+    assert not smooth(model.train(), batch)["loss"].equal(plain(model.train(), batch)["loss"])
+    assert smooth(model.eval(), batch)["loss"].equal(plain(model.eval(), batch)["loss"])
+
+
+def statistics(world: World) -> dict[str, Any]:
+    return train_in(world, blobs(96, norm=True), {"epochs": 1}).weights
+
+
+def test_running_statistics_are_the_mean_over_workers() -> None:
+    """After one epoch of whole steps, every worker holds the same statistics: the mean of what each saw."""
+    first, second = run_workers(statistics, 2)
+    np.testing.assert_array_equal(first["1.running_mean"], second["1.running_mean"])
+    np.testing.assert_array_equal(first["1.running_var"], second["1.running_var"])
+
+
+def test_too_few_samples_and_empty_data() -> None:
+    with pytest.raises(UsageError, match="validation data is empty"):
+        alone(blobs(validation=0))
+    with pytest.raises(UsageError, match="training data is empty"):
+        alone(blobs(samples=0))
+
+
+def test_the_model_hash_sees_names_and_bits() -> None:
+    model = nn.Linear(2, 2)
+    before = model_sha256(model)
+    assert before == model_sha256(model)
+    with torch.no_grad():
+        model.weight[0, 0] = torch.nextafter(model.weight[0, 0], torch.tensor(9.0))
+    assert before != model_sha256(model)
+
+
+def test_backends_this_torch_does_not_have() -> None:
+    if torch.distributed.is_mpi_available():
+        pytest.fail("this torch has mpi: the test needs another missing backend")
+    with pytest.raises(UsageError, match=r"--backend mpi: this torch \(.*\) was built without it; it has"):
+        choose_device(Place(), "mpi")
+
+
+def test_more_workers_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    here = Place(rank=3, local_rank=3, size=4, local_size=4, launcher="paceline")
+    with pytest.raises(UsageError, match="4 workers on a node with 2 GPU"):
+        choose_device(here, "auto")
+    assert choose_device(here, "gloo") == (torch.device("cuda", 1), "gloo")
+    fits = Place(rank=1, local_rank=1, size=2, local_size=2, launcher="paceline")
+    assert choose_device(fits, "auto") == (torch.device("cuda", 1), "nccl")

@@ -1,0 +1,226 @@
+"""Those who watch: what the printer says to a pipe and to a terminal, and what recorder and tracker leave behind."""
+
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from paceline import models
+from paceline.config import Config, make_config, read_recipe
+from paceline.errors import RecordError, UsageError
+from paceline.records import Record, read_result
+from paceline.training.contract import Contract
+from paceline.training.observers import Printer, Recorder, Result, TensorBoard
+
+CONTRACT = Contract(
+    task="mine",
+    model="cnn",
+    parameters=10,
+    data="noise [with brackets]",
+    train_samples=100,
+    validation_samples=10,
+    workers=2,
+    virtual_workers=2,
+    nodes=1,
+    launcher="started here",
+    devices="2 CPU workers",
+    backend="gloo",
+    precision="fp32",
+    reference_batch=10,
+    base_lr=0.1,
+    global_batch=20,
+    part_batch=10,
+    accumulate=1,
+    k=2.0,
+    lr_rule="linear",
+    peak_lr=0.2,
+    optimizer="sgd",
+    schedule="constant",
+    warmup="none",
+    steps_per_epoch=5,
+    epochs=2,
+    total_steps=10,
+    seed=0,
+    loader="streamed",
+    record="runs/x",
+)
+STEP = {"step": 7, "epoch": 2, "lr": 0.2, "time_s": 3.5, "loss": 1.25, "accuracy": 0.5}
+EPOCH = {
+    "epoch": 2,
+    "step": 10,
+    "time_s": 12.3456,
+    "epoch_time_s": 6.1234,
+    "samples_per_s": 1234.56,
+    "val_loss": 0.43219,
+    "val_accuracy": 0.87654,
+}
+RESULT = Result(
+    status="done",
+    epochs=2,
+    steps=10,
+    train_time_s=12.3,
+    metrics={"loss": 0.4, "accuracy": 0.8},
+    model_sha256="ab" * 32,
+    record="runs/x",
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Iterator[Record]:
+    made = Record(str(tmp_path / "runs"), "x")
+    yield made
+    made._metrics.close()
+    made._csv.close()
+
+
+def tell(observer, result: Result = RESULT, model: nn.Module | None = None) -> None:
+    observer.start(CONTRACT)
+    observer.step(STEP)
+    observer.epoch(EPOCH)
+    observer.end(result, model)
+
+
+def test_piped_the_printer_says_plain_lines(capsys):
+    tell(Printer("images"))
+    lines = capsys.readouterr().out.splitlines()
+    assert not any("\x1b" in line or "\r" in line for line in lines)
+    contract, (epoch, done, model) = lines[:-3], lines[-3:]
+    assert [tuple(line.strip().split("  ", 1)) for line in contract] == CONTRACT.lines()
+    assert epoch == (
+        "Epoch = 2, Cumulative Time = 12.346, Epoch Time = 6.123, Images/sec = 1234.6,"
+        " Validation Loss = 0.4322, Validation Accuracy = 0.8765"
+    )
+    assert done == "done: loss 0.4000, accuracy 0.8000 after 2 epochs, 12.3 s of training"
+    assert model == "model abababababababab, all workers agree; record in runs/x"
+
+
+def test_the_epochs_line_has_the_courses_six_fields(capsys):
+    Printer("images").epoch(EPOCH)
+    fields = [field.split(" = ") for field in capsys.readouterr().out.strip().split(", ")]
+    names = ["Epoch", "Cumulative Time", "Epoch Time", "Images/sec", "Validation Loss", "Validation Accuracy"]
+    assert [name for name, _ in fields] == names
+    assert all(re.fullmatch(r"[0-9.]+", value) for _, value in fields)
+
+
+def test_other_units_and_metrics_have_their_names(capsys):
+    Printer("sentences").epoch({**EPOCH, "val_top_5": 0.5})
+    out = capsys.readouterr().out
+    assert "Sentences/sec = 1234.6" in out
+    assert "Validation Top 5 = 0.5000" in out
+
+
+@pytest.mark.parametrize("status", ["failed", "diverged", "interrupted"])
+def test_a_bad_end_says_where_the_record_is(capsys, status):
+    Printer("images").end(Result(status=status, steps=4, metrics={}, record="runs/x"), None)
+    assert capsys.readouterr().out == f"{status} after 4 steps; the record so far is in runs/x\n"
+
+
+def test_a_terminal_gets_a_table_and_progress(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    printer = Printer("images")
+    printer.start(CONTRACT)
+    table = terminal.getvalue()
+    assert "contract" in table
+    assert "noise [with brackets]" in table, "rich took the text for markup"
+    printer.step(STEP)
+    progress = terminal.getvalue()[len(table) :]
+    assert progress.startswith("\repoch 2 [========            ] 2/5  loss 1.2500  about 2 s left")
+    assert "\n" not in progress
+    printer.step({**STEP, "step": 10})
+    assert "[====================] 5/5" in terminal.getvalue()
+    printer.epoch(EPOCH)
+    last = terminal.getvalue().splitlines()[-1]
+    assert last.split("\r")[-1].startswith("Epoch = 2, ") or last.startswith("Epoch = 2, ")
+    assert last.endswith("\x1b[K"), "what is left of the progress line must go"
+
+
+def test_the_record_is_complete(record):
+    torch.manual_seed(0)
+    config = Config(epochs=2, base_lr=0.1)
+    model = models.build("cnn", in_channels=1, image_size=8, classes=3)
+    tell(Recorder(record, config), model=model)
+    names = {path.name for path in record.path.iterdir()}
+    assert names == {"config.toml", "environment.json", "metrics.jsonl", "course.csv", "model.safetensors", "result.json"}
+    assert make_config(read_recipe(str(record.path / "config.toml"))) == config
+    environment = json.loads((record.path / "environment.json").read_text())
+    assert environment["contract"] == CONTRACT.as_dict()
+    assert environment["versions"]["torch"]
+    rows = [json.loads(line) for line in (record.path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [{"kind": "step", **STEP}, {"kind": "epoch", **EPOCH}]
+    assert (record.path / "course.csv").read_text() == "time,val_accuracy\n12.346,0.8765\n"
+    assert Result(**read_result(record.path)) == RESULT
+
+
+def test_the_model_loads_into_the_bare_model_without_pickle(record, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("torch.load")
+
+    monkeypatch.setattr(torch, "load", refuse)
+    torch.manual_seed(0)
+    model = models.build("resnet:depth=8", in_channels=1, image_size=8, classes=3)
+    Recorder(record, Config()).end(RESULT, model)
+    other = models.build("resnet:depth=8", in_channels=1, image_size=8, classes=3)
+    other.load_state_dict(load_file(record.path / "model.safetensors"), strict=True)
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_bad_end_keeps_no_model(record):
+    tell(Recorder(record, Config()), Result(status="diverged", metrics={}), None)
+    assert not (record.path / "model.safetensors").exists()
+    assert read_result(record.path)["status"] == "diverged"
+
+
+def test_a_task_without_accuracy_has_no_course_row(record):
+    Recorder(record, Config()).epoch({name: value for name, value in EPOCH.items() if name != "val_accuracy"})
+    assert (record.path / "course.csv").read_text() == "time,val_accuracy\n"
+
+
+def test_a_model_that_does_not_fit_on_the_disk_is_one_line(record, monkeypatch):
+    from safetensors import SafetensorError
+
+    def full(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_model", full)
+    with pytest.raises(RecordError, match=r"model.safetensors: .*No space left on device.*choose another --runs-dir"):
+        Recorder(record, Config()).end(RESULT, nn.Linear(2, 2))
+    assert {path.name for path in record.path.iterdir()} == {"metrics.jsonl", "course.csv"}
+
+
+def test_tensorboard_is_one_run(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tell(TensorBoard(str(tmp_path)))
+    files = list(tmp_path.rglob("*"))
+    assert len(files) == 1
+    assert "tfevents" in files[0].name
+    events = EventAccumulator(str(tmp_path)).Reload()
+    scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert scalars == {
+        "train/loss": [(7, 1.25)],
+        "train/lr": [(7, pytest.approx(0.2))],
+        "validation/loss": [(10, pytest.approx(0.43219))],
+        "validation/accuracy": [(10, pytest.approx(0.87654))],
+        "samples_per_s": [(10, pytest.approx(1234.56))],
+    }
+
+
+def test_tensorboard_that_is_not_installed_is_said_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UsageError, match=r"pip install 'paceline\[trackers\]'"):
+        TensorBoard(str(tmp_path))
