@@ -46,9 +46,7 @@ def main() -> None:
         "environment": {name: value for name, value in environment().items() if name != "machine"},
     }
     Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
-    print(
-        f"median ratio {result['ratio_median']:.3f} (n = {len(ratios)}, {min(ratios):.3f} to {max(ratios):.3f}); wrote {args.out}"
-    )
+    print(f"median ratio {result['ratio_median']:.3f} (n = {len(ratios)}, {min(ratios):.3f} to {max(ratios):.3f}), {args.out}")
 
 
 def images_per_s(workers: int, model: str, epochs: int) -> float:

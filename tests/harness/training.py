@@ -49,7 +49,7 @@ def train_in(world: World, task: Task, options: dict[str, Any]) -> Trained:
     run = build(task, make_config(task.defaults, {"log_every": 1, **options}), world)
     watcher = Watcher()
     result = fit(run, [watcher])
-    weights = {name: tensor.numpy().copy() for name, tensor in run.step.model.state_dict().items()}
+    weights = {name: tensor.cpu().numpy().copy() for name, tensor in run.step.model.state_dict().items()}
     return Trained(weights, watcher, result)
 
 

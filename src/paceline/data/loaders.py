@@ -1,7 +1,7 @@
 """Two ways to bring batches to a worker's device, behind one method.
 
-`batches(plan, epoch)` yields one batch for every array of sample numbers in the plan. `Resident` holds the whole data set on the
-device; `Streaming` reads a map-style Dataset through torch's DataLoader. Both prepare batches on the device.
+`batches(plan, epoch)` yields one batch for every array of sample numbers in the plan. `Resident` holds the whole data set on
+the device; `Streaming` reads a map-style Dataset through torch's DataLoader. Both prepare batches on the device.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Sized

@@ -1,0 +1,124 @@
+"""On a real GPU: an NCCL worker, gloo workers sharing one GPU, the CPU's own numbers, no host sync in a step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness.processes import paceline, run
+from harness.training import blobs, train_in
+from paceline.data.augment import Images
+from paceline.data.loaders import Arrays, Resident, Streaming
+from paceline.dist.agree import fingerprints
+from paceline.dist.world import world
+from paceline.training import tasks
+from paceline.training.build import build
+from paceline.training.step import Meter
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: make test ARGS=tests/gpu"),
+]
+
+TINY = ["train", "fashion-mnist-mini", "--model", "cnn:width=8", "--epochs", "2"]
+
+
+def result_of(runs: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    (record,) = runs.glob("*")
+    environment = json.loads((record / "environment.json").read_text())
+    return json.loads((record / "result.json").read_text()), environment["contract"]
+
+
+def test_one_nccl_worker(runs: Path) -> None:
+    done = paceline(*TINY, "--precision", "bf16")
+    assert done.returncode == 0, done.stderr
+    result, contract = result_of(runs)
+    assert contract["backend"] == "nccl"
+    assert contract["loader"] == "on the device"
+    assert result["metrics"]["accuracy"] > 0.7
+
+
+def test_two_gloo_workers_share_a_gpu(runs: Path) -> None:
+    done = paceline(*TINY, "--workers", "2", "--backend", "gloo")
+    assert done.returncode == 0, done.stderr
+    result, contract = result_of(runs)
+    assert contract["workers"] == 2
+    assert "sharing" in contract["devices"] or torch.cuda.device_count() > 1
+    assert result["metrics"]["accuracy"] > 0.6
+
+
+def test_two_gloo_workers_with_sync_norm_on_a_gpu(runs: Path) -> None:
+    done = paceline(*TINY[:2], "--model", "cnn:width=8,norm=sync", "--max-steps", "5", "--workers", "2", "--backend", "gloo")
+    assert done.returncode == 0, done.stderr
+
+
+def test_more_workers_than_gpus_is_one_line(runs: Path) -> None:
+    workers = torch.cuda.device_count() + 1
+    done = paceline(*TINY, "--workers", str(workers))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "--backend gloo to share them" in done.stderr
+
+
+def test_torchrun_with_one_nccl_worker(runs: Path) -> None:
+    done = run(["torchrun", "--standalone", "--nproc-per-node", "1", "-m", "paceline", *TINY])
+    assert done.returncode == 0, done.stderr
+    assert result_of(runs)[1]["launcher"] == "by torchrun"
+
+
+def test_the_course_net_trains(runs: Path) -> None:
+    done = paceline("train", "fashion-mnist-mini", "--model", "course_wide_resnet", "--max-steps", "10", "--precision", "bf16")
+    assert done.returncode == 0, done.stderr
+    assert result_of(runs)[1]["parameters"] == 17_117_466
+
+
+def test_augmentation_and_fingerprints_have_the_same_bits_as_on_the_cpu() -> None:
+    pixels = torch.randint(0, 256, (64, 3, 16, 16), dtype=torch.uint8)
+    samples, labels = torch.arange(64) * 7919, torch.arange(64)
+    prepare = Images(mean=0.3, deviation=0.4, crop=2, flip=True, erase=0.5, seed=5)
+    here, _ = prepare((pixels, labels), samples, 3)
+    there, _ = prepare((pixels.cuda(), labels.cuda()), samples.cuda(), 3)
+    torch.testing.assert_close(there.cpu(), here, rtol=1e-6, atol=1e-6)  # one multiply-add may be fused on the GPU
+    assert (there.cpu() == 0).equal(here == 0)
+    assert fingerprints([here]).equal(fingerprints([here.cuda()]).cpu())
+
+
+def test_both_loaders_bring_the_same_batches() -> None:
+    device = torch.device("cuda", 0)
+    data = Arrays((torch.randint(0, 256, (100, 1, 8, 8), dtype=torch.uint8), torch.arange(100)))
+    prepare = Images(crop=1, flip=True, seed=1)
+    plan = [np.arange(start, start + 20)[::-1].copy() for start in range(0, 100, 20)]
+    resident, streaming = Resident(data, prepare, device), Streaming(data, prepare, device, workers=1, seed=1)
+    for epoch in (0, 1, None):
+        pairs = zip(resident.batches(plan, epoch), streaming.batches(plan, epoch), strict=True)
+        for ours, theirs in pairs:
+            assert all(a.device == device and a.equal(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_step_never_waits_for_the_gpu() -> None:
+    with world() as here:
+        task, config = tasks.resolve("fashion-mnist-mini", {"precision": "bf16", "clip_norm": 1.0, "label_smoothing": 0.1})
+        ready = build(task, config, here)
+        order = ready.sampler.order(0)
+        plan = [order[i * 128 : (i + 1) * 128] for i in range(8)]
+        batches, meter = ready.train.batches(plan, 0), Meter(here)
+        meter_reads: list[Any] = []
+        ready.step(0, batches, [128], 128)  # the first step allocates, and looks at the metrics' names
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for step in range(1, 5):
+                sums = ready.step(step, batches, [128], 128)
+                meter_reads += meter.push(step, sums, 128)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(list(meter.flush())) + len(meter_reads) == 4
+
+
+def test_it_repeats_and_learns() -> None:
+    with world() as here:
+        first, second = (train_in(here, blobs(600), {"epochs": 4}) for _ in range(2))
+    assert [row["loss"] for row in first.watcher.steps] == [row["loss"] for row in second.watcher.steps]
+    assert first.result.metrics["accuracy"] > 0.6
