@@ -140,6 +140,8 @@ class Config:
         for name in ("beta1", "beta2"):
             if getattr(self, name) == 1:
                 raise UsageError(f"{flag(name)} is 1: it must be less than 1, or nothing new would be learned")
+        if self.timeout_s > 10_000_000:
+            raise UsageError(f"--timeout-s is {self.timeout_s:g}: it must be at most 10,000,000 (four months)")
         if self.base_lr == 0:
             raise UsageError("--base-lr is 0: nothing would be learned")
         if self.node_id >= self.nodes:
@@ -160,9 +162,9 @@ class Config:
 
 _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("workers", "nodes", "reference_batch", "global_batch", "accumulate", "epochs", "patience"), 1),
-    **dict.fromkeys(("eval_batch", "log_every"), 1),
+    **dict.fromkeys(("eval_batch", "log_every", "timeout_s"), 1),
     **dict.fromkeys(("node_id", "train_samples", "crop", "loader_workers", "base_lr", "weight_decay", "clip_norm"), 0),
-    **dict.fromkeys(("warmup_epochs", "warmup_steps", "warmup_from", "max_steps", "seed", "check_every", "timeout_s"), 0),
+    **dict.fromkeys(("warmup_epochs", "warmup_steps", "warmup_from", "max_steps", "seed", "check_every"), 0),
 }
 _FRACTIONS = ("erase", "momentum", "beta1", "beta2", "label_smoothing", "target_accuracy", "peak_at")
 

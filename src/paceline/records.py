@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -35,9 +36,13 @@ class Record:
     def __init__(self, runs_dir: str, name: str) -> None:
         with _explained(Path(runs_dir)):
             self.path = _new_folder(Path(runs_dir), name)
-            self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
-            self._csv = (self.path / "course.csv").open("ab", buffering=0)
-            self._append(self._csv, "time,val_accuracy\n")
+            try:
+                self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
+                self._csv = (self.path / "course.csv").open("ab", buffering=0)
+                self._append(self._csv, "time,val_accuracy\n")
+            except BaseException:  # a disk too full to begin leaves no half of a record
+                shutil.rmtree(self.path, ignore_errors=True)
+                raise
 
     def write(self, name: str, text: str) -> None:
         """Write a whole file at once: it is there complete, or not at all."""
@@ -55,15 +60,8 @@ class Record:
     @contextmanager
     def replacing(self, name: str) -> Iterator[Path]:
         """A temporary path to write to; it takes the name when the block ends well, and is gone when it does not."""
-        temporary = self.path / f".{name}.part"
-        with _explained(self.path):
-            try:
-                yield temporary
-                with temporary.open("rb") as file:
-                    os.fsync(file.fileno())
-                temporary.replace(self.path / name)
-            finally:
-                temporary.unlink(missing_ok=True)
+        with _explained(self.path), _replacing(self.path / name) as temporary:
+            yield temporary
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Close the record with how it ended."""
@@ -92,7 +90,8 @@ def close_cut_short(path: Path, status: str, why: str) -> None:
         return
     result = json.loads((path / "result.json").read_text()) if (path / "result.json").exists() else {}
     if result.get("status", "failed") == "failed":
-        (path / "result.json").write_text(json.dumps({**result, "status": status, "why": why}, indent=2) + "\n")
+        with _replacing(path / "result.json") as temporary:
+            temporary.write_text(json.dumps({**result, "status": status, "why": why}, indent=2) + "\n")
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -133,6 +132,18 @@ def _new_folder(runs_dir: Path, name: str) -> Path:
             raise NotADirectoryError(errno.ENOTDIR, "is a file, not a folder", str(runs_dir)) from None
         return path
     raise RecordError(f"{runs_dir} holds 10,000 runs named {name}: choose another --name")
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

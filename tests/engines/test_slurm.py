@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines import INSTALL, PACELINE, TRAIN, check_run, check_runs, model_of, run_together, wait_for
+from harness.engines import INSTALL, PACELINE, TRAIN, check_apart, check_run, run_together, wait_for
 from harness.slurm import Slurm, cluster, missing
 
 pytestmark = [
@@ -69,17 +69,18 @@ def test_srun_starts_one_world(slurm: Slurm, runs: Path, model: str, flags: list
 
 def test_two_steps_of_one_job_do_not_collide(slurm: Slurm, runs: Path, model: str) -> None:
     step = " ".join(["srun", "--exact", "-N2", "-n2", *PACELINE, *TRAIN])
-    script = f"{step} & one=$!; {step} & two=$!; wait $one && wait $two"
-    done = slurm.run("salloc", "-N2", "-n4", "bash", "-c", script, timeout_s=110)
+    script = f"{step} & one=$!; {step} --seed 1 & two=$!; wait $one && wait $two"
+    done = slurm.run("salloc", "-N2", "-n4", "--ntasks-per-node=2", "bash", "-c", script, timeout_s=110)
     assert done.returncode == 0, done.stderr
-    assert [model_of(record) for record in check_runs(runs, 2)] == [model] * 2
+    assert "Requested nodes are busy" not in done.stderr, "the steps must run at the same time"
+    check_apart(runs, 2, model)
 
 
 def test_two_jobs_do_not_collide(slurm: Slurm, runs: Path, model: str) -> None:
     job = ["srun", "-N2", "-n2", *PACELINE, *TRAIN]
-    for done in run_together(job, job, env=slurm.env):
+    for done in run_together(job, [*job, "--seed", "1"], env=slurm.env):
         assert done.returncode == 0, done.stderr
-    assert [model_of(record) for record in check_runs(runs, 2)] == [model] * 2
+    check_apart(runs, 2, model)
 
 
 def test_a_batch_script_starts_its_own_workers(slurm: Slurm, runs: Path, model: str) -> None:
@@ -133,6 +134,8 @@ def test_where_a_process_stands(slurm: Slurm, runs: Path) -> None:
     }
     where = [(place["rank"], place["node"], place["local_rank"], place["local_size"]) for place in step]
     assert where == [(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 1)]
+    steps = _places(slurm, "salloc", "-N1", "-n2", "bash", "-c", f"srun {' '.join(show)}; srun {' '.join(show)}")
+    assert len({place["run_key"] for place in (*steps, *step)}) == 3, "every step of every job has a key of its own"
 
 
 def _places(slurm: Slurm, *command: str) -> list[dict[str, object]]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from harness.engines import PACELINE, TORCHRUN, TRAIN, check_run, check_runs, free_ports, model_of, run_together
+from harness.engines import PACELINE, TORCHRUN, TRAIN, check_apart, check_run, free_ports, run_together
 from harness.processes import run
 
 
@@ -14,10 +14,11 @@ def test_torchrun_starts_one_world(runs: Path, model: str) -> None:
 
 def test_launchers_at_once_do_not_collide(runs: Path, model: str) -> None:
     torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "paceline", *TRAIN]
-    for done in run_together(torchrun, [*PACELINE, *TRAIN, "--workers", "2"], [*PACELINE, *TRAIN, "--workers", "2"]):
+    ours = [*PACELINE, *TRAIN, "--workers", "2", "--seed"]
+    for done in run_together(torchrun, [*ours, "1"], [*ours, "2"]):
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("P = 2 (V = 2 parts)") == 1
-    assert [model_of(record) for record in check_runs(runs, 3)] == [model] * 3
+    check_apart(runs, 3, model)
 
 
 def test_two_launchers_are_two_nodes_of_one_world(runs: Path, model: str) -> None:

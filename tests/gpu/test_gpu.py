@@ -110,8 +110,7 @@ def test_a_step_never_waits_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             for step in range(1, 5):
-                sums = ready.step(step, batches, [128], 128)
-                meter_reads += meter.push(step, sums, 128)
+                meter_reads += meter.push(step, ready.step(step, batches, [128], 128))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert len(list(meter.flush())) + len(meter_reads) == 4

@@ -41,6 +41,13 @@ def check_runs(runs: Path, n: int) -> list[Path]:
     return records
 
 
+def check_apart(runs: Path, n: int, model: str) -> None:
+    """n runs at once, the first with seed 0 and the rest with others, kept apart: the first trained what it trains alone."""
+    trained = [model_of(record) for record in check_runs(runs, n)]
+    assert trained.count(model) == 1, f"a worker of one run worked in another: {trained}, not once {model}"
+    assert len(set(trained)) == n
+
+
 def model_of(record: Path) -> str:
     """The hash of the weights a run ended with."""
     return str(json.loads((record / "result.json").read_text())["model_sha256"])

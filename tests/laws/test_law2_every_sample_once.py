@@ -21,7 +21,7 @@ def watch(world: World, options: dict[str, Any]) -> list[list[int]]:
             seen.append(batch[2].tolist())
         return classify()(model, batch[:2])
 
-    train_in(world, blobs(SAMPLES, objective=objective), {"epochs": EPOCHS, **options})
+    train_in(world, blobs(SAMPLES, objective=objective), {"epochs": EPOCHS, "global_batch": 24, **options})
     return seen
 
 

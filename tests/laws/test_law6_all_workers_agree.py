@@ -39,7 +39,7 @@ def faulty(world: World, kind: str) -> str:
         passes += model.training
         if world.rank == 1 and passes == 3 and model.training:
             with torch.no_grad():
-                bias = dict(model.named_parameters())["module.3.bias"]
+                bias = dict(model.named_parameters())["module.model.3.bias"]
                 bias[2] = torch.nextafter(bias[2], torch.tensor(9.0))
         return classify()(model, batch[:2])
 

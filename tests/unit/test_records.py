@@ -263,10 +263,17 @@ def test_a_record_of_a_dead_worker_is_closed(record):
     assert read_result(record.path) == {"status": "failed", "why": "worker 1 was killed by SIGKILL"}
 
 
-def test_a_record_that_has_a_result_keeps_it(record):
-    record.finish({"status": "diverged"})
+@pytest.mark.parametrize("status", ["diverged", "done", "interrupted"])
+def test_a_record_that_has_a_result_keeps_it(record, status):
+    record.finish({"status": status, "why": "its own"})
     close_cut_short(record.path, "failed", "later")
-    assert read_result(record.path) == {"status": "diverged"}
+    assert read_result(record.path) == {"status": status, "why": "its own"}
+
+
+def test_a_record_that_knew_only_of_lost_contact_learns_the_cause(record):
+    record.finish({"status": "failed", "why": "Connection closed by peer", "steps": 17})
+    close_cut_short(record.path, "failed", "worker 1 was killed by SIGKILL")
+    assert read_result(record.path) == {"status": "failed", "why": "worker 1 was killed by SIGKILL", "steps": 17}
 
 
 def test_closing_a_record_that_never_was_does_nothing(tmp_path):

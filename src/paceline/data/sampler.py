@@ -6,6 +6,7 @@ samples do not fill the last step, the last two share what is left, so that no p
 a full one (a tiny part would have poor batch statistics).
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,7 @@ class Sampler:
         """The epoch's samples, shuffled: the ranks of 64-bit hashes, stable across numpy and torch versions."""
         return np.argsort(keys_numpy(key(self.seed, epoch), np.arange(self.samples)), kind="stable")
 
+    @functools.cached_property
     def step_bounds(self) -> np.ndarray:
         """Where each step starts in the order, and, last, where the last one ends."""
         full, rest = divmod(self.samples, self.global_batch)
@@ -50,11 +52,11 @@ class Sampler:
     @property
     def steps(self) -> int:
         """Steps an epoch."""
-        return len(self.step_bounds()) - 1
+        return len(self.step_bounds) - 1
 
     def part_bounds(self, step: int) -> np.ndarray:
         """Where each part of a step starts in the order, and where the last one ends. Sizes differ by one at most."""
-        start, stop = self.step_bounds()[step : step + 2]
+        start, stop = self.step_bounds[step : step + 2]
         return np.asarray(start + (stop - start) * np.arange(self.parts + 1) // self.parts)
 
 

@@ -93,17 +93,22 @@ def first_failure(reports: Sequence[Report], exits: Mapping[int, int]) -> Report
     if own:
         return min(own, key=lambda report: report.when)
     reported = {report.rank for report in reports}
-    asked_to_end = -signal.SIGTERM  # how elastic ends the others: a cause only where there is no other
-    for rank, code in sorted(exits.items(), key=lambda item: (item[1] == asked_to_end, item[0])):
+    for rank, code in sorted(exits.items(), key=_suspicion):
         if rank not in reported:
             if code < 0:
-                name = signal.Signals(-code).name
+                name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
                 hint = " (often the system out of memory: try a smaller global batch)" if -code == signal.SIGKILL else ""
                 return Report(rank, 0.0, 1, f"worker {rank} was killed by {name}{hint}")
             return Report(rank, 0.0, 1, f"worker {rank} ended with exit code {code} and left no report")
     if reports:
         return min(reports, key=lambda report: report.when)
     return Report(0, 0.0, 1, "the workers ended without saying why")
+
+
+def _suspicion(item: tuple[int, int]) -> tuple[bool, bool, int]:
+    """Killed by a signal before a bare exit code; last of all SIGTERM, which is how elastic ends the others."""
+    rank, code = item
+    return code == -signal.SIGTERM, code >= 0, rank
 
 
 def start_as_worker() -> None:
@@ -126,8 +131,10 @@ def report_failure(rank: int, error: BaseException) -> bool:
     text = str(error) if known else f"worker {rank} failed first:\n{''.join(traceback.format_exception(error))}"
     code = error.exit_code if isinstance(error, PacelineError) else 1
     report = Report(rank, time.time(), code, text.rstrip(), is_lost_contact(error))
+    path = Path(folder) / f"{rank}.json"
     try:
-        (Path(folder) / f"{rank}.json").write_text(json.dumps(asdict(report)))
+        path.with_suffix(".part").write_text(json.dumps(asdict(report)))
+        path.with_suffix(".part").replace(path)
     except OSError:  # a full disk, or the launcher is gone
         return False
     return True

@@ -34,7 +34,7 @@ def read_place(env: Mapping[str, str] | None = None) -> Place:
     """This process's place, from the variables its launcher set; a place in a world of one where there are none."""
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
-        local_size = _number(env, "LOCAL_WORLD_SIZE", 1)
+        local_size = _count(env, "LOCAL_WORLD_SIZE", 1)
         place = Place(
             rank=_number(env, "RANK"),
             local_rank=_number(env, "LOCAL_RANK", 0),
@@ -46,7 +46,7 @@ def read_place(env: Mapping[str, str] | None = None) -> Place:
         )
     elif "OMPI_COMM_WORLD_RANK" in env:
         rank, size = _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE")
-        local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
+        local_size = _count(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
         place = Place(
             rank=rank,
             local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank),
@@ -107,11 +107,21 @@ def cores() -> int:
 
 
 def threads_per_worker(local_size: int, env: Mapping[str, str] | None = None) -> int:
-    """Threads a CPU worker should use: its share of this node's cores, or what Slurm gave the task."""
+    """Threads a CPU worker should use: its share of this node's cores, or what Slurm or mpirun gave the task alone."""
     env = os.environ if env is None else env
     if "SLURM_CPUS_PER_TASK" in env and "SLURM_STEP_ID" in env:
         return max(1, _number(env, "SLURM_CPUS_PER_TASK"))
+    if "OMPI_COMM_WORLD_RANK" in env and cores() < (os.cpu_count() or 1):
+        return cores()  # mpirun bound this worker to cores of its own
     return max(1, cores() // local_size)
+
+
+def _count(env: Mapping[str, str], name: str, default: int) -> int:
+    """A number of workers: at least one."""
+    number = _number(env, name, default)
+    if number < 1:
+        raise UsageError(f"the variable {name} is {number}: it must be at least 1")
+    return number
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -131,7 +141,10 @@ def _tasks_on_node(spec: str, node: int) -> int:
     counts: list[int] = []
     for item in spec.split(","):
         count, _, times = item.partition("(x")
-        counts += [int(count)] * int(times.rstrip(")") or 1)
+        try:
+            counts += [int(count)] * int(times.rstrip(")") or 1)
+        except ValueError:
+            raise UsageError(f"the variable SLURM_STEP_TASKS_PER_NODE is {spec!r}: it must read like 2(x3),1") from None
     return counts[node] if node < len(counts) else 1
 
 

@@ -90,9 +90,7 @@ def _model(config: Config, task: Task, train: Arrays | Dataset[Any]) -> nn.Modul
     """The model `--model` names, for the shape of this data's images."""
     shape = tuple(train[0][0].shape)
     if len(shape) != 3 or shape[1] != shape[2]:
-        raise UsageError(
-            f"--model builds nets for square images, C x H x H; task {task.name} has inputs of shape {shape}"
-        )
+        raise UsageError(f"--model builds nets for square images, C x H x H; task {task.name} has inputs of shape {shape}")
     return models.build(config.model or "cnn", in_channels=shape[0], image_size=shape[2], classes=task.classes)
 
 

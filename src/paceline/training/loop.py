@@ -68,10 +68,11 @@ def _epochs(run: Run, observers: Sequence[Observer], progress: Progress) -> None
         world.barrier()
         epoch_time_s = time.perf_counter() - begin
         progress.train_time_s += epoch_time_s
-        samples_per_s = int(run.sampler.step_bounds()[progress.step - first]) / epoch_time_s
+        samples_per_s = int(run.sampler.step_bounds[progress.step - first]) / epoch_time_s
         average_statistics(model, world)
         check_agreement(model.state_dict(), world, f"after epoch {epoch + 1}")
         metrics = evaluate(run.step, run.validation, run.validation_samples)
+        _check_finite(run, metrics["loss"], progress.step - 1, epoch, "validation loss")
         row = {
             "epoch": epoch + 1,
             "step": progress.step,
@@ -101,7 +102,7 @@ def _epochs(run: Run, observers: Sequence[Observer], progress: Progress) -> None
 def _train_epoch(run: Run, observers: Sequence[Observer], progress: Progress, epoch: int) -> None:
     """Train on each sample once, or up to the last step of the run."""
     config, world, sampler = run.config, run.world, run.sampler
-    order, bounds = sampler.order(epoch), sampler.step_bounds()
+    order, bounds = sampler.order(epoch), sampler.step_bounds
     steps = min(sampler.steps, run.step.schedule.total_steps - progress.step)
     shares = [_share(sampler, order, i, world.rank, config.accumulate) for i in range(steps)]
     batches = run.train.batches([micro for share in shares for micro in share], epoch)
@@ -125,8 +126,8 @@ def _train_epoch(run: Run, observers: Sequence[Observer], progress: Progress, ep
     run.step.model.train()
     for i, share in enumerate(shares):
         samples = int(bounds[i + 1] - bounds[i])
-        sums = run.step(progress.step, batches, [len(micro) for micro in share], samples)
-        tell(meter.push(progress.step, sums, samples))
+        means = run.step(progress.step, batches, [len(micro) for micro in share], samples)
+        tell(meter.push(progress.step, means))
         progress.step += 1
         if config.check_every and progress.step % config.check_every == 0:
             check_agreement(dict(run.step.model.named_parameters()), world, f"after step {progress.step}")
@@ -139,12 +140,14 @@ def _share(sampler: Sampler, order: np.ndarray, step: int, part: int, accumulate
     return np.array_split(order[start:stop], max(1, min(accumulate, (stop - start) // 2)))
 
 
-def _check_finite(run: Run, loss: float, step: int, epoch: int) -> None:
-    if not math.isfinite(loss):
-        raise Diverged(
-            f"diverged: the loss is {loss} at step {step + 1} (epoch {epoch + 1}), lr {run.step.schedule.lr(step):.4g},"
-            f" global batch {run.sampler.global_batch}; try a lower --base-lr, a longer --warmup-epochs, or --clip-norm 1"
-        )
+def _check_finite(run: Run, loss: float, step: int, epoch: int, what: str = "loss") -> None:
+    if math.isfinite(loss):
+        return
+    slower = "--schedule cosine --warmup-epochs 1" if run.config.schedule == "one-cycle" else "a longer --warmup-epochs"
+    raise Diverged(
+        f"diverged: the {what} is {loss} at step {step + 1} (epoch {epoch + 1}), lr {run.step.schedule.lr(step):.4g},"
+        f" global batch {run.sampler.global_batch}; try a lower --base-lr, {slower}, or --clip-norm 1"
+    )
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Who watches a run: the printer, the recorder, a tracker. The loop calls them on rank 0 and knows nothing else about them."""
 
+import importlib.util
 import json
 import sys
 from collections.abc import Mapping
@@ -85,9 +86,8 @@ class Recorder:
 class Printer:
     """Speaks to the person: the contract, a line an epoch, the end; on a terminal also where the epoch is."""
 
-    def __init__(self, unit: str) -> None:
-        self._unit = unit
-        self._terminal = sys.stdout.isatty()
+    def __init__(self, unit: str, terminal: bool) -> None:
+        self._unit, self._terminal = unit, terminal
         self._total = self._per_epoch = 0
 
     def start(self, contract: Contract) -> None:
@@ -141,14 +141,18 @@ class Printer:
         print(f"\r{text}\x1b[K" if self._terminal else text, flush=True)
 
 
+def check_tensorboard() -> None:
+    """Raise a UsageError where TensorBoard is not installed: before anything is loaded or written."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise UsageError("--tracker tensorboard: it is not installed here; pip install 'paceline[trackers]'")
+
+
 class TensorBoard:
     """One tracker run in the record's folder."""
 
     def __init__(self, folder: str) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UsageError("--tracker tensorboard: it is not installed here; pip install 'paceline[trackers]'") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer: Any = SummaryWriter(folder)
 
     def start(self, contract: Contract) -> None:

@@ -1,5 +1,6 @@
 """`paceline train` and `paceline.train`: here, or as N workers started from here."""
 
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,13 +10,13 @@ from paceline.config import Config, make_config, to_flags
 from paceline.data.sampler import check_divides
 from paceline.dist.launch import INTERRUPTED, Outcome, launch, report_record
 from paceline.dist.place import check_workers, read_place
-from paceline.dist.world import world
+from paceline.dist.world import World, world
 from paceline.errors import PacelineError, UsageError
 from paceline.records import Record, close_cut_short, read_result
 from paceline.training import tasks
 from paceline.training.build import build
 from paceline.training.loop import fit
-from paceline.training.observers import Observer, Printer, Recorder, Result, TensorBoard
+from paceline.training.observers import Observer, Printer, Recorder, Result, TensorBoard, check_tensorboard
 from paceline.training.task import Task
 
 
@@ -63,13 +64,15 @@ def _train_here(task: str | Task, options: Mapping[str, Any]) -> Result:
     else:
         task, config = tasks.resolve(task, options)
     with world(config.backend, config.timeout_s) as here:
+        if config.tracker == "tensorboard":
+            check_tensorboard()
         run = build(task, config, here)
         if not here.speaks:
             return fit(run, ())
         record = Record(config.runs_dir, config.name or f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}")
         report_record(record.path.resolve())
         run = replace(run, contract=replace(run.contract, record=str(record.path)))
-        return fit(run, _observers(config, task, record))
+        return fit(run, _observers(config, task, record, here))
 
 
 def _train_there(task: str, options: Mapping[str, Any], config: Config) -> Result:
@@ -90,8 +93,10 @@ def _close(outcome: Outcome) -> None:
         close_cut_short(outcome.record, "interrupted" if interrupted else "failed", why)
 
 
-def _observers(config: Config, task: Task, record: Record) -> list[Observer]:
-    observers: list[Observer] = [Recorder(record, config), Printer(task.unit)]
+def _observers(config: Config, task: Task, record: Record, here: World) -> list[Observer]:
+    # srun and mpirun may give their tasks a terminal of their own even where what they pass on goes to a file.
+    terminal = sys.stdout.isatty() and here.launcher not in ("srun", "mpirun")
+    observers: list[Observer] = [Recorder(record, config), Printer(task.unit, terminal)]
     if config.tracker == "tensorboard":
         observers.append(TensorBoard(str(record.path)))
     return observers

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.data.loaders import Arrays, Batch, Prepare
+from paceline.errors import UsageError
 
 Objective = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(model, batch) -> {"loss": one value a sample, any other metric: one value a sample}."""
@@ -38,6 +40,10 @@ class Task:
     """Options (Config's fields) this task likes; recipes and flags override them."""
     unit: str = "images"
     """What a sample is called in images/s."""
+
+    def __post_init__(self) -> None:
+        if Path(self.name).name != self.name or self.name == "..":
+            raise UsageError(f"a task's name is the name of its records: {self.name!r} is not a plain name")
 
 
 def classify(label_smoothing: float = 0.0) -> Objective:

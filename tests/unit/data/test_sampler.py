@@ -50,7 +50,7 @@ def test_no_part_is_smaller_than_half_a_full_one(sampler):
 
 @given(samplers())
 def test_all_steps_but_the_last_two_are_full_and_none_is_larger(sampler):
-    sizes = np.diff(sampler.step_bounds())
+    sizes = np.diff(sampler.step_bounds)
     assert (sizes[:-2] == sampler.global_batch).all()
     if sampler.global_batch >= 2 * sampler.parts:
         assert sizes.max() <= sampler.global_batch
@@ -99,7 +99,7 @@ def test_the_order_is_well_mixed():
 )
 def test_steps_worked_out_by_hand(samples, batch, parts, steps):
     sampler = Sampler(samples, batch, parts, seed=0)
-    sizes = np.diff(sampler.step_bounds()).tolist()
+    sizes = np.diff(sampler.step_bounds).tolist()
     assert sizes == steps
     assert sampler.steps == len(sizes)
 

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def tell(observer, result: Result = RESULT, model: nn.Module | None = None) -> N
 
 
 def test_piped_the_printer_says_plain_lines(capsys):
-    tell(Printer("images"))
+    tell(Printer("images", False))
     lines = capsys.readouterr().out.splitlines()
     assert not any("\x1b" in line or "\r" in line for line in lines)
     contract, (epoch, done, model) = lines[:-3], lines[-3:]
@@ -107,7 +108,7 @@ def test_piped_the_printer_says_plain_lines(capsys):
 
 
 def test_the_epochs_line_has_the_courses_six_fields(capsys):
-    Printer("images").epoch(EPOCH)
+    Printer("images", False).epoch(EPOCH)
     fields = [field.split(" = ") for field in capsys.readouterr().out.strip().split(", ")]
     names = ["Epoch", "Cumulative Time", "Epoch Time", "Images/sec", "Validation Loss", "Validation Accuracy"]
     assert [name for name, _ in fields] == names
@@ -115,7 +116,7 @@ def test_the_epochs_line_has_the_courses_six_fields(capsys):
 
 
 def test_other_units_and_metrics_have_their_names(capsys):
-    Printer("sentences").epoch({**EPOCH, "val_top_5": 0.5})
+    Printer("sentences", False).epoch({**EPOCH, "val_top_5": 0.5})
     out = capsys.readouterr().out
     assert "Sentences/sec = 1234.6" in out
     assert "Validation Top 5 = 0.5000" in out
@@ -123,7 +124,7 @@ def test_other_units_and_metrics_have_their_names(capsys):
 
 @pytest.mark.parametrize("status", ["failed", "diverged", "interrupted"])
 def test_a_bad_end_says_where_the_record_is(capsys, status):
-    Printer("images").end(Result(status=status, steps=4, metrics={}, record="runs/x"), None)
+    Printer("images", False).end(Result(status=status, steps=4, metrics={}, record="runs/x"), None)
     assert capsys.readouterr().out == f"{status} after 4 steps; the record so far is in runs/x\n"
 
 
@@ -131,7 +132,7 @@ def test_a_terminal_gets_a_table_and_progress(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    printer = Printer("images")
+    printer = Printer("images", True)
     printer.start(CONTRACT)
     table = terminal.getvalue()
     assert "contract" in table
@@ -205,7 +206,10 @@ def test_a_model_that_does_not_fit_on_the_disk_is_one_line(record, monkeypatch):
 def test_tensorboard_is_one_run(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tell(TensorBoard(str(tmp_path)))
+    threads = threading.active_count()
+    board = TensorBoard(str(tmp_path))
+    tell(board)
+    assert threading.active_count() == threads, "the writer is still open"
     files = list(tmp_path.rglob("*"))
     assert len(files) == 1
     assert "tfevents" in files[0].name
