@@ -16,32 +16,12 @@ from typing import Any
 
 
 def main() -> int:
-    """Translate the course's flags into Paceline's, and train."""
+    """Translate the course's flags into Paceline's, and train; errors are one line."""
     _find_paceline()
-    args = _parser().parse_args()
-    import torch
+    from paceline.errors import PacelineError
 
-    from paceline.data import fashion_mnist
-    from paceline.errors import DataError, PacelineError
-    from paceline.training.run import train
-
-    data_dir = Path(args.data_dir) if args.data_dir else None
-    task, model = "fashion-mnist", args.model or "course_wide_resnet"
-    if not torch.cuda.is_available():
-        print(f"no GPU here: training on {args.num_gpus} CPU worker(s)", end="")
-        if not args.model:
-            model = "cnn"
-            print(" with the small model cnn (--model course_wide_resnet for the course's own)", end="")
-        print()
     try:
-        try:
-            fashion_mnist.load(task, data_dir)
-        except DataError as error:
-            if data_dir:
-                raise
-            print(f"the full Fashion-MNIST is not to be had, so this trains on the mini set that ships with Paceline: {error}")
-            task = "fashion-mnist-mini"
-        train(task, **_options(args, model))
+        run(sys.argv[1:])
     except PacelineError as error:
         print(f"fashion_mnist.py: {error}", file=sys.stderr)
         return error.exit_code
@@ -49,6 +29,35 @@ def main() -> int:
         print("fashion_mnist.py: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def run(argv: list[str]) -> None:
+    """Choose model and data for this machine, say so, and train."""
+    from paceline.data import fashion_mnist
+    from paceline.data.verb import DownloadProgress
+    from paceline.errors import DataError
+    from paceline.training.run import train
+
+    args = _parse(argv)
+    import torch
+
+    data_dir = Path(args.data_dir) if args.data_dir else None
+    task, model = "fashion-mnist", args.model or "course_wide_resnet"
+    if not torch.cuda.is_available():
+        small = "" if args.model else " with the small model cnn (--model course_wide_resnet for the course's own)"
+        model = args.model or "cnn"
+        print(f"no GPU here: training on {args.num_gpus} CPU worker(s){small}", flush=True)
+    try:
+        fashion_mnist.load(task, data_dir, DownloadProgress())
+    except DataError as error:
+        if data_dir:
+            raise
+        print(
+            f"the full Fashion-MNIST is not to be had, so this trains on the mini set that ships with Paceline: {error}",
+            flush=True,
+        )
+        task = "fashion-mnist-mini"
+    train(task, **_options(args, model))
 
 
 def _options(args: argparse.Namespace, model: str) -> dict[str, Any]:
@@ -70,7 +79,7 @@ def _options(args: argparse.Namespace, model: str) -> dict[str, Any]:
         "schedule": "constant",
         "schedule_by": "epoch",
         "warmup_epochs": float(args.warmup_epochs) if args.num_gpus > 1 else 0.0,
-        "warmup_from": 1 / args.num_gpus if args.num_gpus > 0 else 1.0,
+        "warmup_from": 1 / args.num_gpus,
         "epochs": args.epochs,
         "target_accuracy": args.target_accuracy,
         "patience": args.patience,
@@ -80,8 +89,11 @@ def _options(args: argparse.Namespace, model: str) -> dict[str, Any]:
     return {**options, "data_dir": args.data_dir} if args.data_dir else options
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Train a model on Fashion-MNIST on any number of GPUs.", allow_abbrev=False)
+def _parse(argv: list[str]) -> argparse.Namespace:
+    from paceline.cli import Parser
+    from paceline.errors import UsageError
+
+    parser = Parser(description="Train a model on Fashion-MNIST on any number of GPUs.", allow_abbrev=False)
     parser.add_argument("--batch-size", type=int, default=32, help="batch per GPU [32]")
     parser.add_argument("--epochs", type=int, default=40, help="epochs at most [40]")
     parser.add_argument("--base-lr", type=float, default=0.01, help="learning rate, applied as given [0.01]")
@@ -98,7 +110,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data-dir", default="", help="folder that holds Fashion-MNIST")
     parser.add_argument("--runs-dir", default="runs", help="folder for the record [runs]")
     parser.add_argument("--seed", type=int, default=0, help="all randomness follows from it [0]")
-    return parser
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        parser.refuse(rest[0])
+    for name in ("batch_size", "num_nodes", "num_gpus"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
+    return args
 
 
 def _find_paceline() -> None:

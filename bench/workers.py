@@ -1,9 +1,10 @@
 """Images/s of 2 CPU workers against 1 worker with one thread, on the mini set, in one run.
 
-    python bench/workers.py [--repeats 5] [--model cnn] [--out bench/results/workers.json]
+    python bench/workers.py [--repeats 7] [--part-batch 128 512] [--out bench/results/workers.json]
 
-The two are run in turn, several times, so that a busy machine slows both; each pair gives one ratio, and the median of the
-ratios is the result. Both train the same part batch (128 a worker), the first epoch of each run is warm-up and left out.
+Three things are measured in turn, several times, so that a busy machine slows all: one worker; two workers; and two runs
+of one worker at the same time that never talk to each other, which is the most that two cores can give. Each round gives one
+ratio of each; medians are the result. The first epoch of each run is warm-up and left out.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from paceline.records import environment
 
@@ -21,42 +23,73 @@ from paceline.records import environment
 def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--model", default="cnn")
+    parser.add_argument("--part-batch", type=int, nargs="+", default=[128, 512], help="samples a worker and step")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "workers.json"))
     args = parser.parse_args()
-    rows = []
-    for repeat in range(args.repeats):
-        one, two = (images_per_s(workers, args.model, args.epochs) for workers in (1, 2))
-        rows.append({"one_worker_images_per_s": one, "two_workers_images_per_s": two, "ratio": two / one})
-        print(
-            f"{repeat + 1}/{args.repeats}: 1 worker {one:,.0f}, 2 workers {two:,.0f} images/s, ratio {two / one:.3f}",
-            flush=True,
-        )
-    ratios = [row["ratio"] for row in rows]
     result = {
-        "what": "images/s training fashion-mnist-mini: 2 CPU workers against 1, one thread each, 128 samples a worker and step",
+        "what": "images/s training fashion-mnist-mini on CPU workers of one thread: 1 worker, 2 workers, 2 runs apart",
+        "command": " ".join(["python", "bench/workers.py", *sys.argv[1:]]),
         "model": args.model,
-        "ratio_median": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "n": len(ratios),
-        "rows": rows,
-        "environment": {name: value for name, value in environment().items() if name != "machine"},
+        "by_part_batch": {str(part_batch): measure(part_batch, args) for part_batch in args.part_batch},
+        "environment": {name: value for name, value in environment().items() if name not in ("machine", "command")},
     }
     Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
-    print(f"median ratio {result['ratio_median']:.3f} (n = {len(ratios)}, {min(ratios):.3f} to {max(ratios):.3f}), {args.out}")
+    print(f"{table(result)}\nwritten to {args.out}")
 
 
-def images_per_s(workers: int, model: str, epochs: int) -> float:
-    """Median over the epochs after the first."""
+def measure(part_batch: int, args: argparse.Namespace) -> dict[str, object]:
+    """All rounds at one part batch."""
+    rows = []
+    for repeat in range(args.repeats):
+        one, two, apart = (images_per_s(runs, part_batch, args) for runs in ([1], [2], [1, 1]))
+        rows.append({"one": one, "two": two, "two_apart": apart, "ratio": two / one, "ratio_apart": apart / one})
+        print(
+            f"part batch {part_batch}, {repeat + 1}/{args.repeats}: 1 worker {one:,.0f}, 2 workers {two:,.0f} images/s,"
+            f" ratio {two / one:.3f} (two runs apart: {apart:,.0f}, {apart / one:.3f})",
+            flush=True,
+        )
+    medians = {name: spread([row[name] for row in rows]) for name in rows[0]}
+    print(f"part batch {part_batch}: median ratio {medians['ratio']}, apart {medians['ratio_apart']}, n = {len(rows)}")
+    return {"n": len(rows), **medians, "rows": rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown, for the README."""
+    lines = ["| samples a worker and step | 1 worker | 2 workers | ratio | two runs apart |", "|---|---|---|---|---|"]
+    for part_batch, found in result["by_part_batch"].items():
+        one, two = found["one"]["median"], found["two"]["median"]
+        ratios = [f"{found[name]['median']:.2f} ({found[name]['min']:.2f} to {found[name]['max']:.2f})" for name in RATIOS]
+        lines.append(f"| {part_batch} | {one:,.0f} | {two:,.0f} | {ratios[0]} | {ratios[1]} |")
+    return "\n".join(lines)
+
+
+RATIOS = ("ratio", "ratio_apart")
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, smallest and largest."""
+    return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
+
+
+def images_per_s(runs: list[int], part_batch: int, args: argparse.Namespace) -> float:
+    """Start these runs, of so many workers each, at once; the sum of their images/s, each the median of the later epochs."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--model", model, "--epochs", str(epochs), "--runs-dir", folder, "--name", "bench", "--workers", str(workers)]
-        command = [sys.executable, "-m", "paceline", "train", "fashion-mnist-mini", *flags]
+        flags = ["--model", args.model, "--epochs", str(args.epochs), "--reference-batch", str(part_batch)]
+        command = [sys.executable, "-m", "paceline", "train", "fashion-mnist-mini", *flags, "--runs-dir", folder]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
-        rows = [json.loads(line) for line in (Path(folder) / "bench" / "metrics.jsonl").read_text().splitlines()]
+        started = [
+            subprocess.Popen([*command, "--workers", str(workers), "--name", str(i)], env=env, stdout=subprocess.DEVNULL)
+            for i, workers in enumerate(runs)
+        ]
+        assert not any(process.wait() for process in started)
+        return sum(_speed(Path(folder) / str(i)) for i in range(len(runs)))
+
+
+def _speed(record: Path) -> float:
+    rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
     return statistics.median(row["samples_per_s"] for row in rows if row["kind"] == "epoch" and row["epoch"] > 1)
 
 

@@ -5,16 +5,16 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from paceline import __version__
 from paceline.config import add_flags, make_config, read_recipe
 from paceline.dist.launch import INTERRUPTED, is_lost_contact, report_failure, start_as_worker
 from paceline.dist.place import read_place
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, unknown
 
 _EXAMPLES = """examples:
   paceline train fashion-mnist-mini --workers 2
@@ -95,15 +95,22 @@ def _explain(error: Exception) -> int:
     return error.exit_code if isinstance(error, PacelineError) else 1
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse with errors of one line."""
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line that suggest the nearest flag."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
+    def refuse(self, argument: str) -> NoReturn:
+        """Say that there is no such argument."""
+        name = argument.partition("=")[0]
+        near = difflib.get_close_matches(name, list(self._option_string_actions), n=1, cutoff=0.5)
+        kind = "flag" if name.startswith("-") else "argument"
+        raise UsageError(f"unknown {kind} {name}: " + (f"did you mean {near[0]}?" if near else f"see {self.prog} --help"))
+
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="paceline",
         description="Train the same PyTorch model on any number of workers, without losing accuracy.",
         epilog=_EXAMPLES,
@@ -112,42 +119,29 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-
-    def verb(name: str, about: str) -> argparse.ArgumentParser:
-        return verbs.add_parser(name, help=about, description=about, allow_abbrev=False)
-
-    wants = _wanted(argv, ("train", "data", "doctor"))
-    train = verb("train", "Train a task on any number of workers.")
-    if wants == "train":
-        train.add_argument("task", help="fashion-mnist, fashion-mnist-mini, my_task.py or module:function")
-        train.add_argument("--recipe", metavar="FILE", help="options from a TOML file; flags override them")
-        add_flags(train)
-    data = verb("data", "List, fetch or verify the built-in data sets.")
-    data.add_argument("action", choices=("list", "fetch", "verify"))
-    data.add_argument("name", nargs="?", default="fashion-mnist")
-    data.add_argument("--data-dir", default="", metavar="DIR")
-    verb("doctor", "Check this machine: torch, devices, backends, network, data, a real all-reduce.")
+    about = {
+        "train": "Train a task on any number of workers.",
+        "data": "List, fetch or verify the built-in data sets.",
+        "doctor": "Check this machine: torch, devices, backends, network, data, a real all-reduce.",
+    }
+    parsers = {name: verbs.add_parser(name, help=text, description=text, allow_abbrev=False) for name, text in about.items()}
+    wanted = _wanted(argv, about)
+    if wanted == "train":  # 50 flags: made only for those who ask
+        parsers["train"].add_argument("task", help="fashion-mnist, fashion-mnist-mini, my_task.py or module:function")
+        parsers["train"].add_argument("--recipe", metavar="FILE", help="options from a TOML file; flags override them")
+        add_flags(parsers["train"])
+    parsers["data"].add_argument("action", choices=("list", "fetch", "verify"))
+    parsers["data"].add_argument("name", nargs="?", default="fashion-mnist")
+    parsers["data"].add_argument("--data-dir", default="", metavar="DIR")
     args, rest = parser.parse_known_args(argv)
     if rest:
-        chosen = {"train": train, "data": data}.get(wants or "", parser)
-        raise _unknown_argument(rest[0], chosen)
+        (parsers[wanted] if wanted else parser).refuse(rest[0])
     return args
 
 
-def _wanted(argv: Sequence[str], verbs: Sequence[str]) -> str | None:
+def _wanted(argv: Sequence[str], verbs: Iterable[str]) -> str | None:
     """The verb asked for; a UsageError with the nearest one where it does not exist."""
     first = next((arg for arg in argv if not arg.startswith("-")), None)
     if first is not None and first not in verbs:
-        from paceline.errors import unknown
-
         raise unknown("verb", first, verbs)
     return first
-
-
-def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> UsageError:
-    name = argument.partition("=")[0]
-    known: list[Any] = list(parser._option_string_actions)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    kind = "flag" if name.startswith("-") else "argument"
-    hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
-    return UsageError(f"unknown {kind} {name}: {hint}")

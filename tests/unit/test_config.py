@@ -30,6 +30,8 @@ def values(name: str) -> st.SearchStrategy[Any]:
         return st.text(st.characters(exclude_characters="/.")) if name == "name" else st.text()
     if int in (kind, *typing.get_args(kind)):
         return st.integers(1, 2**80)
+    if name == "timeout_s":
+        return st.floats(1, 1e7)
     return st.floats(0, 1, exclude_min=True, exclude_max=True)
 
 

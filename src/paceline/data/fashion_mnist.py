@@ -111,13 +111,17 @@ WAYS_TO_GET_IT = (
 )
 
 
-def load(name: str, data_dir: Path | None = None) -> ImageData:
+Progress = Callable[[str, int, int | None], None]
+"""Called with a file's name, the bytes there so far and, where known, the bytes in all."""
+
+
+def load(name: str, data_dir: Path | None = None, progress: Progress | None = None) -> ImageData:
     """The data set `name`, read and checked; downloaded first if it is nowhere on this machine."""
     source = source_named(name)
     folder = find(name, data_dir)
     if folder is None:
         try:
-            folder = fetch_fashion_mnist(data_dir)
+            folder = fetch_fashion_mnist(data_dir, progress)
         except DataError as error:
             raise DataError(f"{name} is not here and was not fetched: {error}. Ways to get it: {WAYS_TO_GET_IT}") from None
     train_images, train_labels = _read_pair(folder, TRAIN_IMAGES, TRAIN_LABELS, source.train_size)
@@ -145,11 +149,8 @@ def find(name: str, data_dir: Path | None = None) -> Path | None:
     return next((layout for layout in layouts if len(_held(layout)) == len(_FILES)), None)
 
 
-def fetch_fashion_mnist(data_dir: Path | None = None, progress: Callable[[str, int, int | None], None] | None = None) -> Path:
-    """Complete `data_dir`, or else the cache folder: keep the files that are right, download the others. Returns their folder.
-
-    `progress` is called with the file's name, the bytes there so far and, where known, the bytes in all.
-    """
+def fetch_fashion_mnist(data_dir: Path | None = None, progress: Progress | None = None) -> Path:
+    """Complete `data_dir`, or else the cache folder: keep what is right, download the rest. Returns the files' folder."""
     source = SOURCES["fashion-mnist"]
     folder = _layout_in(data_dir if data_dir is not None else _cache_folder())
     for verdict in verify(folder):

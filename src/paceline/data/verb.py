@@ -33,7 +33,7 @@ def fetch(name: str, data_dir: Path | None = None) -> int:
         if folder is not None and all(verdict.ok for verdict in fashion_mnist.verify(folder, name)):
             print(f"{name} is already in {folder}: all files are right")
             return 0
-        show = _Progress()
+        show = DownloadProgress()
         try:
             folder = fashion_mnist.fetch_fashion_mnist(data_dir, show)
         finally:
@@ -59,7 +59,7 @@ def verify(name: str, data_dir: Path | None = None) -> int:
     return 0 if all(verdict.ok for verdict in verdicts) else 1
 
 
-class _Progress:
+class DownloadProgress:
     """Prints how far a download is. Remembers what it last said, so as to speak only when there is something new."""
 
     def __init__(self) -> None:

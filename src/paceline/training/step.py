@@ -53,7 +53,8 @@ class Step:
             with nullcontext() if last or self._wrapped is self._carrier else self._wrapped.no_sync():
                 values = self._forward(batch, size)
                 share = size * self.world.size / step_samples
-                (values["loss"].mean() * share + self._carrier.load(values, self.metrics, share)).backward()  # type: ignore[no-untyped-call]
+                loss = values["loss"].mean() * share + self._carrier.load(values, self.metrics, share)
+                loss.backward()  # type: ignore[no-untyped-call]
         if self.config.clip_norm:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         self._optimizer.step()

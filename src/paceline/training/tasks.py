@@ -19,6 +19,7 @@ from paceline.config import Config, make_config
 from paceline.data import fashion_mnist
 from paceline.data.augment import Images
 from paceline.data.loaders import Arrays
+from paceline.data.verb import DownloadProgress
 from paceline.errors import PacelineError, UsageError, unknown
 from paceline.optim import check_optimizer
 from paceline.training.task import Task, classify
@@ -69,7 +70,7 @@ def _images(name: str, config: Config) -> Task:
 
     @functools.cache
     def data() -> fashion_mnist.ImageData:
-        return fashion_mnist.load(name, Path(config.data_dir) if config.data_dir else None)
+        return fashion_mnist.load(name, Path(config.data_dir) if config.data_dir else None, DownloadProgress())
 
     def arrays(images: np.ndarray, labels: np.ndarray) -> Arrays:
         return Arrays((torch.from_numpy(images), torch.from_numpy(labels)), about=data().where)

@@ -188,3 +188,13 @@ def test_a_worker_without_its_launcher_ends_at_once(reports, monkeypatch):
     finally:
         signal.signal(signal.SIGINT, handler)
     assert ended == [1]
+
+
+def test_a_killed_worker_is_blamed_before_a_bare_exit_code():
+    assert "worker 1 was killed by SIGKILL" in first_failure([], {0: 1, 1: -9}).text
+    assert "worker 2 was killed by SIGSEGV" in first_failure([], {0: -15, 1: 1, 2: -11}).text
+    assert "worker 1 ended with exit code 1" in first_failure([], {0: -15, 1: 1}).text
+
+
+def test_a_signal_without_a_name():
+    assert "worker 0 was killed by signal 99" in first_failure([], {0: -99}).text

@@ -202,3 +202,20 @@ def test_threads_are_what_slurm_gave_the_task(monkeypatch):
 
 def test_there_is_a_core():
     assert cores() >= 1
+
+
+SLURM = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "0"},
+        {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "0"},
+        {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "x"},
+    ],
+)
+def test_counts_that_cannot_be(env):
+    with pytest.raises(UsageError, match=list(env)[-1]):
+        read_place(env)

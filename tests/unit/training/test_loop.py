@@ -1,6 +1,7 @@
 """The loop and the step: weighting, accumulation, limits, precision, what ends a run."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from paceline.dist.place import Place
 from paceline.dist.world import World, choose_device, world
 from paceline.errors import Diverged, UsageError
 from paceline.training.loop import model_sha256
+from paceline.training.run import train
 from paceline.training.task import Task, classify
 
 
@@ -161,6 +163,28 @@ def test_a_loss_that_is_not_finite_on_one_worker_ends_all_at_the_same_step() -> 
     assert "global batch 12" in first
     assert passes == others
     assert passes[0] <= 6, "it ends at once"
+
+
+def test_a_validation_loss_that_is_not_finite_is_divergence_too() -> None:
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        values = classify()(model, batch[:2])
+        return values if model.training else {**values, "loss": values["loss"] * float("nan")}
+
+    with pytest.raises(Diverged, match=r"the validation loss is nan at step 9 \(epoch 1\)"):
+        alone(blobs(objective=objective))
+
+
+def test_a_tasks_name_cannot_lead_out_of_the_runs_folder() -> None:
+    for name in ("../../escaped", "a/b", ".."):
+        with pytest.raises(UsageError, match="not a plain name"):
+            Task(**{**vars(blobs()), "name": name})
+
+
+def test_a_tracker_that_is_not_installed_leaves_no_record(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"it is not installed here; pip install 'paceline\[trackers\]'"):
+        train(blobs(), tracker="tensorboard")
+    assert not runs.exists()
 
 
 def test_objectives_that_break_their_promise() -> None:

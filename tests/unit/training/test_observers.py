@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline import models
 from paceline.config import Config, make_config, read_recipe
-from paceline.errors import RecordError, UsageError
+from paceline.errors import RecordError
 from paceline.records import Record, read_result
 from paceline.training.contract import Contract
 from paceline.training.observers import Printer, Recorder, Result, TensorBoard
@@ -222,9 +222,3 @@ def test_tensorboard_is_one_run(tmp_path):
         "validation/accuracy": [(10, pytest.approx(0.87654))],
         "samples_per_s": [(10, pytest.approx(1234.56))],
     }
-
-
-def test_tensorboard_that_is_not_installed_is_said_so(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UsageError, match=r"pip install 'paceline\[trackers\]'"):
-        TensorBoard(str(tmp_path))
