@@ -28,10 +28,10 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 def test_every_flag_the_readme_names_exists() -> None:
     known = {option for verb in ("train", "data") for option in _options(verb)}
-    script = (ROOT / "fashion_mnist.py").read_text()
+    scripts = (ROOT / "fashion_mnist.py").read_text() + (ROOT / "bench" / "workers.py").read_text()
     foreign = {"--nproc-per-node", "--ntasks-per-node"}
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (ROOT / "README.md").read_text())) - foreign:
-        assert flag in known or f'"{flag}"' in script, flag
+        assert flag in known or f'"{flag}"' in scripts, flag
 
 
 def _options(verb: str) -> set[str]:
