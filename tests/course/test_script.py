@@ -58,7 +58,8 @@ def test_warm_up_is_the_courses_own_and_the_mini_set_steps_in(runs: Path, tmp_pa
     nowhere = {"PACELINE_DATA": str(tmp_path / "none"), "https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
     code = (
         "import sys, runpy; from pathlib import Path; from paceline.data import fashion_mnist as f;"
-        f"f._SYSTEM_FOLDER = Path('/nowhere'); sys.argv = [{SCRIPT!r}, *sys.argv[1:]]; runpy.run_path({SCRIPT!r}, run_name='__main__')"
+        f"f._SYSTEM_FOLDER = Path('/nowhere'); sys.argv = [{SCRIPT!r}, *sys.argv[1:]];"
+        f"runpy.run_path({SCRIPT!r}, run_name='__main__')"
     )
     flags = ["--num-gpus", "2", "--epochs", "4", "--warmup-epochs", "4", "--target-accuracy", "1", "--model", "linear"]
     done = run(
