@@ -48,7 +48,8 @@ def run(argv: list[str]) -> None:
         model = args.model or "cnn"
         print(f"no GPU here: training on {args.num_gpus} CPU worker(s){small}", flush=True)
     try:
-        fashion_mnist.load(task, data_dir, DownloadProgress())
+        with DownloadProgress() as progress:
+            fashion_mnist.load(task, data_dir, progress)
     except DataError as error:
         if data_dir:
             raise

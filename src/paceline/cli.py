@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from paceline import __version__
-from paceline.config import add_flags, make_config, read_recipe
-from paceline.dist.launch import INTERRUPTED, is_lost_contact, report_failure, start_as_worker
+from paceline.config import add_flags, check_options, read_recipe
+from paceline.dist.launch import INTERRUPTED, headline, is_lost_contact, report_failure, start_as_worker
 from paceline.dist.place import read_place
 from paceline.errors import PacelineError, UsageError, unknown
 
@@ -42,6 +42,8 @@ def run(argv: Sequence[str]) -> int:
     try:
         return _verb(_parse(argv))
     except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr)  # what is left of a progress line
         print("paceline: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away
@@ -57,7 +59,7 @@ def _verb(args: argparse.Namespace) -> int:
     if verb == "train":
         task, recipe = options.pop("task"), options.pop("recipe")
         options = {**read_recipe(recipe), **options} if recipe else options
-        make_config(options)  # a mistake in the flags shows before torch is loaded
+        check_options(options)  # a mistake in the flags shows before torch is loaded
         from paceline.training.run import train
 
         train(task, **options)
@@ -91,7 +93,7 @@ def _explain(error: Exception) -> int:
     elif is_lost_contact(error):
         print(f"{prefix}lost contact with another worker: its own error is the cause", file=sys.stderr)
     else:
-        print(f"{prefix}failed:\n{traceback.format_exc()}", file=sys.stderr)
+        print(f"{prefix}failed: {headline(error)}\n{traceback.format_exc()}", file=sys.stderr, end="")
     return error.exit_code if isinstance(error, PacelineError) else 1
 
 

@@ -126,24 +126,8 @@ class Config:
     """Also write to a tracker (pip install 'paceline[trackers]')."""
 
     def __post_init__(self) -> None:
-        for name, low in _AT_LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not value >= low:
-                raise UsageError(f"{flag(name)} is {value}: it must be at least {low}")
-        for name in _FRACTIONS:
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"{flag(name)} is {getattr(self, name)}: it must lie between 0 and 1")
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UsageError(f"{flag(field.name)} is {value}: it must be a finite number")
-        for name in ("beta1", "beta2"):
-            if getattr(self, name) == 1:
-                raise UsageError(f"{flag(name)} is 1: it must be less than 1, or nothing new would be learned")
-        if self.timeout_s > 10_000_000:
-            raise UsageError(f"--timeout-s is {self.timeout_s:g}: it must be at most 10,000,000 (four months)")
-        if self.base_lr == 0:
-            raise UsageError("--base-lr is 0: nothing would be learned")
+            _check_value(field.name, getattr(self, field.name))
         if self.node_id >= self.nodes:
             raise UsageError(
                 f"--node-id is {self.node_id}, but with --nodes {self.nodes} it must lie between 0 and {self.nodes - 1}"
@@ -156,8 +140,6 @@ class Config:
             )
         if self.nesterov and not self.momentum and self.optimizer == "sgd":
             object.__setattr__(self, "nesterov", False)  # Nesterov's form of no momentum is plain SGD
-        if Path(self.name).name != self.name or self.name == "..":
-            raise UsageError(f"--name is {self.name!r}: it must be a plain name; the folder is --runs-dir")
 
 
 _AT_LEAST: dict[str, float] = {
@@ -167,6 +149,26 @@ _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("warmup_epochs", "warmup_steps", "warmup_from", "max_steps", "seed", "check_every"), 0),
 }
 _FRACTIONS = ("erase", "momentum", "beta1", "beta2", "label_smoothing", "target_accuracy", "peak_at")
+
+
+def _check_value(name: str, value: Any) -> None:
+    """What can be wrong with one field, whatever the others are."""
+    low = _AT_LEAST.get(name)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{flag(name)} is {value}: it must be a finite number")
+    if low is not None and value is not None and value < low:
+        raise UsageError(f"{flag(name)} is {value}: it must be at least {low}")
+    if name in _FRACTIONS and not 0 <= value <= 1:
+        raise UsageError(f"{flag(name)} is {value}: it must lie between 0 and 1")
+    if name in ("beta1", "beta2") and value == 1:
+        raise UsageError(f"{flag(name)} is 1: it must be less than 1, or nothing new would be learned")
+    if name == "timeout_s" and value > 10_000_000:
+        raise UsageError(f"--timeout-s is {value:g}: it must be at most 10,000,000 (four months)")
+    if name == "base_lr" and value == 0:
+        raise UsageError("--base-lr is 0: nothing would be learned")
+    if name == "name" and (Path(value).name != value or value == ".."):
+        raise UsageError(f"--name is {value!r}: it must be a plain name; the folder is --runs-dir")
+
 
 SECTIONS = {
     "where it runs": "workers",
@@ -209,14 +211,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def make_config(*layers: Mapping[str, Any]) -> Config:
     """A Config from layers of options, the later ones winning: the task's defaults, a recipe, flags."""
-    kinds = typing.get_type_hints(Config)
     merged: dict[str, Any] = {}
     for layer in layers:
-        for key, value in layer.items():
-            if key not in kinds:
-                raise unknown("key", key, kinds)
-            merged[key] = _convert(key, value, kinds[key])
+        converted = check_options(layer)
+        if "warmup_epochs" in layer or layer.get("schedule") == "one-cycle":
+            merged.pop("warmup_steps", None)  # an earlier layer's other way to say it
+        if "warmup_steps" in layer or layer.get("schedule") == "one-cycle":
+            merged.pop("warmup_epochs", None)
+        merged |= converted
     return Config(**merged)
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as the fields' types; a UsageError for an unknown key or a value that no other option could make right."""
+    kinds = typing.get_type_hints(Config)
+    converted = {}
+    for key, value in options.items():
+        if key not in kinds:
+            raise unknown("key", key, kinds)
+        converted[key] = _convert(key, value, kinds[key])
+        _check_value(key, converted[key])
+    return converted
 
 
 def read_recipe(path: str) -> dict[str, Any]:

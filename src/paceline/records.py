@@ -40,9 +40,13 @@ class Record:
                 self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
                 self._csv = (self.path / "course.csv").open("ab", buffering=0)
                 self._append(self._csv, "time,val_accuracy\n")
-            except BaseException:  # a disk too full to begin leaves no half of a record
-                shutil.rmtree(self.path, ignore_errors=True)
+            except BaseException:
+                self.discard()
                 raise
+
+    def discard(self) -> None:
+        """Remove the folder: a disk too full to begin leaves no half of a record."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def write(self, name: str, text: str) -> None:
         """Write a whole file at once: it is there complete, or not at all."""

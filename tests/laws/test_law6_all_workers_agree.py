@@ -14,11 +14,11 @@ from paceline.dist.world import World
 from paceline.errors import WorkersDisagree
 from paceline.training.task import classify
 
-OPTIONS: list[dict[str, Any]] = [{}, {"optimizer": "adamw", "base_lr": 0.01}, {"clip_norm": 0.1, "accumulate": 2}]
+OPTIONS: list[dict[str, Any]] = [{}, {"optimizer": "adamw", "base_lr": 0.01}, {"clip_norm": 0.1, "accumulate": 4}]
 
 
 def honest(world: World) -> list[Trained]:
-    return [train_in(world, blobs(norm=True, dropout=0.1), options) for options in OPTIONS]
+    return [train_in(world, blobs(31, norm=True, dropout=0.1), {"global_batch": 24, **options}) for options in OPTIONS]
 
 
 def test_workers_end_with_the_same_weights() -> None:
@@ -39,7 +39,7 @@ def faulty(world: World, kind: str) -> str:
         passes += model.training
         if world.rank == 1 and passes == 3 and model.training:
             with torch.no_grad():
-                bias = dict(model.named_parameters())["module.model.3.bias"]
+                bias = dict(model.named_parameters())["3.bias"]
                 bias[2] = torch.nextafter(bias[2], torch.tensor(9.0))
         return classify()(model, batch[:2])
 

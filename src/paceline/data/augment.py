@@ -3,6 +3,7 @@
 Every random choice is keyed by (seed, epoch, sample), so a sample looks the same in an epoch whoever trains on it (law 3).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +56,7 @@ class Images:
         """Fill one random rectangle with zeros (the mean of standardised pixels)."""
         _, _, height, width = images.shape
         area = (_AREA[0] + (_AREA[1] - _AREA[0]) * uniform(keys, 4)) * height * width
-        aspect = torch.exp(torch.tensor(_ASPECT).log().to(images.device).diff() * uniform(keys, 5)) * _ASPECT[0]
+        aspect = torch.exp(math.log(_ASPECT[1] / _ASPECT[0]) * uniform(keys, 5)) * _ASPECT[0]
         tall, wide = (area * aspect).sqrt().clamp(1, height).round(), (area / aspect).sqrt().clamp(1, width).round()
         top, left = (uniform(keys, 6) * (height - tall + 1)).floor(), (uniform(keys, 7) * (width - wide + 1)).floor()
         rows, columns = torch.arange(height, device=images.device), torch.arange(width, device=images.device)

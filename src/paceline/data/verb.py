@@ -6,6 +6,7 @@ for each quarter of a file.
 
 import sys
 from pathlib import Path
+from typing import Self
 
 from paceline.data import fashion_mnist
 from paceline.errors import DataError
@@ -33,11 +34,8 @@ def fetch(name: str, data_dir: Path | None = None) -> int:
         if folder is not None and all(verdict.ok for verdict in fashion_mnist.verify(folder, name)):
             print(f"{name} is already in {folder}: all files are right")
             return 0
-        show = DownloadProgress()
-        try:
-            folder = fashion_mnist.fetch_fashion_mnist(data_dir, show)
-        finally:
-            show.end()
+        with DownloadProgress() as progress:
+            folder = fashion_mnist.fetch_fashion_mnist(data_dir, progress)
     except DataError as error:
         print(f"{name} was not fetched: {error}")
         return 1
@@ -79,7 +77,10 @@ class DownloadProgress:
         else:
             print(line, flush=True)
 
-    def end(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Leave the line that was being rewritten, so that what follows has its own."""
         if self._open_line:
             print()

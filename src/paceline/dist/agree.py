@@ -21,20 +21,23 @@ def fingerprints(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([_fingerprint(tensor) for tensor in tensors])
 
 
-def check_agreement(tensors: Mapping[str, Tensor], world: World, when: str) -> None:
+_WHY = "something changes weights outside the optimizer, or a device is faulty"
+
+
+def check_agreement(tensors: Mapping[str, Tensor], world: World, when: str, why: str = _WHY) -> None:
     """Raise WorkersDisagree on every worker if any tensor differs between any two. Every worker reaches this."""
     if world.size == 1 or not tensors:
         return
     table = torch.zeros(world.size, len(tensors), dtype=torch.int64, device=world.device)
     table[world.rank] = fingerprints(tensors.values())
-    dist.all_reduce(table)  # each row comes from one worker, so the sum is a gather (which gloo lacks for GPU tensors)
+    dist.all_reduce(table)  # each row comes from one worker, so the sum is a gather
     wrong = table.cpu() != table[0].cpu()
     if wrong.any():
         names = [name for name, differs in zip(tensors, wrong.any(0).tolist(), strict=True) if differs]
         ranks = [str(rank) for rank, differs in enumerate(wrong.any(1).tolist()) if differs]
         raise WorkersDisagree(
             f"workers disagree {when}: {len(names)} of {len(tensors)} tensors differ (first: {names[0]}) between worker 0 and"
-            f" worker(s) {', '.join(ranks)}; something changes weights outside the optimizer, or a device is faulty"
+            f" worker(s) {', '.join(ranks)}; {why}"
         )
 
 

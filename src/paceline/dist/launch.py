@@ -12,10 +12,12 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +62,7 @@ def launch(command: Sequence[str], config: Config) -> Outcome:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # its news reach the user in our words
     workers = config.workers or 1
-    with tempfile.TemporaryDirectory(prefix="paceline-") as reports:
+    with _as_before(), tempfile.TemporaryDirectory(prefix="paceline-") as reports:
         os.environ[REPORTS_VARIABLE] = reports
         os.environ[_AGENT_VARIABLE] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_worker(workers)))
@@ -85,6 +87,21 @@ def launch(command: Sequence[str], config: Config) -> Outcome:
         except (SignalException, KeyboardInterrupt):
             return Outcome(INTERRUPTED, None, _record(Path(reports)))
         return Outcome(0, None, _record(Path(reports)))
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Leave the environment and the signal handlers as they were: elastic and we change both, and a program may go on."""
+    environ = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def first_failure(reports: Sequence[Report], exits: Mapping[int, int]) -> Report:
@@ -128,7 +145,7 @@ def report_failure(rank: int, error: BaseException) -> bool:
     if folder is None:
         return False
     known = isinstance(error, PacelineError)
-    text = str(error) if known else f"worker {rank} failed first:\n{''.join(traceback.format_exception(error))}"
+    text = str(error) if known else f"worker {rank} failed first: {headline(error)}\n{''.join(traceback.format_exception(error))}"
     code = error.exit_code if isinstance(error, PacelineError) else 1
     report = Report(rank, time.time(), code, text.rstrip(), is_lost_contact(error))
     path = Path(folder) / f"{rank}.json"
@@ -150,6 +167,11 @@ def report_record(path: Path) -> None:
 def read_reports(folder: Path) -> list[Report]:
     """All reports in the folder."""
     return [Report(**json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+
+
+def headline(error: BaseException) -> str:
+    """The error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def is_lost_contact(error: BaseException) -> bool:

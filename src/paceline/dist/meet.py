@@ -52,10 +52,11 @@ def _host(host: str, row: list[int], place: Place, timeout: timedelta) -> Store:
 
 
 def _first_free(row: list[int], host: str) -> socket.socket:
-    both = socket.has_dualstack_ipv6()
+    local = host.startswith("127.")  # one node: nobody outside has business here
+    both = socket.has_dualstack_ipv6() and not local
     for port in row:
         try:
-            return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
+            return socket.create_server((host if local else "", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
         except OSError:  # taken by another program
             continue
     raise PacelineError(f"all of the ports {row} on {host} are taken: set MASTER_PORT to a free one")

@@ -41,7 +41,7 @@ def read_place(env: Mapping[str, str] | None = None) -> Place:
             node=_number(env, "GROUP_RANK", 0),
             size=_number(env, "WORLD_SIZE"),
             local_size=local_size,
-            nodes=max(1, _number(env, "WORLD_SIZE") // local_size),
+            nodes=_number(env, "GROUP_WORLD_SIZE", -(-_number(env, "WORLD_SIZE") // local_size)),
             launcher="paceline" if REPORTS_VARIABLE in env else "torchrun",
         )
     elif "OMPI_COMM_WORLD_RANK" in env:

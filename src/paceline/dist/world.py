@@ -112,8 +112,9 @@ def describe_devices(world: World) -> str:
         name = torch.cuda.get_device_name(world.device)
         shared = world.local_size > torch.cuda.device_count()
         return f"{world.size} x {name}" if not shared else f"{world.size} workers sharing {torch.cuda.device_count()} x {name}"
-    workers, threads = ("1 CPU worker" if world.size == 1 else f"{world.size} CPU workers"), torch.get_num_threads()
-    return f"{workers}, {threads} thread{'s' * (threads > 1)} each ({cores()} cores, no GPU)"
+    threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
+    workers = f"1 CPU worker, {threads}" if world.size == 1 else f"{world.size} CPU workers, {threads} each"
+    return f"{workers} ({cores()} cores, no GPU)"
 
 
 def interfaces() -> dict[str, str]:

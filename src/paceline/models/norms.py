@@ -210,7 +210,7 @@ def _gather_statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if count:
         rest = [dim for dim in range(x.dim()) if dim != 1]
         variance, mean = torch.var_mean(x.to(dtype), rest, correction=0)
-        own = torch.cat([mean, variance * count, own.new_tensor([count])])
+        own = torch.cat([mean, variance * count, own.new_full((1,), count)])
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, own)  # and not a sum: every worker combines the same rows in the same order, to the same bits
     rows = torch.stack(everyone)

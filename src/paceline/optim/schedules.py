@@ -25,6 +25,7 @@ class Schedule:
 
     def lr(self, step: int) -> float:
         """The learning rate of step `step` (from 0)."""
+        step = min(step, self.total_steps)
         if self.by == "epoch":
             step = step // self.steps_per_epoch * self.steps_per_epoch
         if step < self.warmup_steps:

@@ -3,14 +3,16 @@
 from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline import models
 from paceline.config import Config
-from paceline.data.keys import key, seed_all
+from paceline.data.keys import key, seed_all, seed_sample
 from paceline.data.loaders import Arrays, Loader, Resident, make_loader
 from paceline.data.sampler import Sampler
+from paceline.dist.agree import check_agreement
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
@@ -18,7 +20,8 @@ from paceline.training.contract import Contract, make_contract, plan_run
 from paceline.training.step import Step
 from paceline.training.task import Task
 
-_INIT = 0x1217  # keeps the numbers that initialise a model apart from those of step 0
+_INIT, _DATA = 0x1217, 0xDA7A  # keep the numbers that make models and data apart from those of step 0
+_SAME_DATA = "the task must make the same data in every worker"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +75,12 @@ def build(task: Task, config: Config, world: World) -> Run:
 def _load(task: Task, config: Config, world: World) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any]]:
     """Both data sets. A node's first worker goes first: it may have to fetch them, and the others then find them there."""
     if world.local_rank == 0:
-        train, validation = task.train(), task.validation()
+        train, validation = _make(task, config)
     world.barrier()
     if world.local_rank != 0:
-        train, validation = task.train(), task.validation()
+        train, validation = _make(task, config)
+    for data, which in ((train, "training"), (validation, "validation")):
+        check_agreement(_facts(data), world, f"about the {which} data", _SAME_DATA)
     if config.train_samples:
         if not isinstance(train, Arrays):
             raise UsageError("--train-samples needs data held in Arrays; cut your Dataset with torch.utils.data.Subset instead")
@@ -84,6 +89,22 @@ def _load(task: Task, config: Config, world: World) -> tuple[Arrays | Dataset[An
         if not _count(data):
             raise UsageError(f"task {task.name}: its {which} data is empty")
     return train, validation
+
+
+def _make(task: Task, config: Config) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any]]:
+    """Data made at random is the same on every worker: its numbers follow from the seed."""
+    seed_sample(key(config.seed, _DATA, 0))
+    train = task.train()
+    seed_sample(key(config.seed, _DATA, 1))
+    return train, task.validation()
+
+
+def _facts(data: Arrays | Dataset[Any]) -> dict[str, Tensor]:
+    """What all workers must have in common: the number of samples and, of arrays, a million values spread over each."""
+    facts = {"samples": torch.tensor(_count(data))}
+    for i, tensor in enumerate(data.tensors if isinstance(data, Arrays) else ()):
+        facts[f"array {i}"] = tensor.flatten()[:: max(1, tensor.numel() // 1_000_000)]
+    return facts
 
 
 def _model(config: Config, task: Task, train: Arrays | Dataset[Any]) -> nn.Module:

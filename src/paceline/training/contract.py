@@ -46,14 +46,15 @@ class Contract:
 
     def lines(self) -> list[tuple[str, str]]:
         """(what, how much) for the eye."""
+        parts = "1 part" if self.virtual_workers == 1 else f"{self.virtual_workers} parts"
         accumulate = f", each in {self.accumulate} micro-batches" if self.accumulate > 1 else ""
         return [
             ("task", f"{self.task}: {self.train_samples:,} training and {self.validation_samples:,} validation samples"),
             ("data", f"{self.data} ({self.loader})"),
             ("model", f"{self.model}, {self.parameters:,} parameters"),
             ("reference", f"batch {self.reference_batch} at lr {self.base_lr:g}"),
-            ("workers", f"P = {self.workers} (V = {self.virtual_workers} parts), {self.launcher}, {self.nodes} node(s)"),
-            ("global batch", f"{self.global_batch} = {self.virtual_workers} parts of {self.part_batch}{accumulate}"),
+            ("workers", f"P = {self.workers} (V = {parts}), {self.launcher}, {self.nodes} node(s)"),
+            ("global batch", f"{self.global_batch} = {parts} of {self.part_batch}{accumulate}"),
             ("scale", f"k = {self.k:g}, rule {self.lr_rule}: peak lr {self.peak_lr:g}"),
             ("optimizer", f"{self.optimizer}, {self.schedule}, warm-up {self.warmup}"),
             ("steps", f"{self.steps_per_epoch} an epoch, {self.epochs} epochs, {self.total_steps:,} in all"),

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.data.loaders import Loader
 from paceline.dist.world import World
-from paceline.training.step import Step, autocast
+from paceline.training.step import Step, autocast, check_values
 
 
 @torch.no_grad()
@@ -28,6 +28,7 @@ def evaluate(step: Step, loader: Loader, samples: int) -> dict[str, float]:
     for chunk, batch in zip(mine, loader.batches(mine, None), strict=True):
         with autocast(config, world):
             values = step.objective(model, batch)
+        check_values(values, len(chunk))
         for row, name in enumerate(metrics):
             table[row, int(chunk[0]) : int(chunk[-1]) + 1] = values[name]
     model.train(was_training)

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.data.sampler import Sampler
 from paceline.dist.agree import check_agreement
-from paceline.errors import Diverged, PacelineError
+from paceline.errors import Diverged, PacelineError, UsageError
 from paceline.training.build import Run
 from paceline.training.evaluate import average_statistics, evaluate
 from paceline.training.observers import Observer, Result, Row
@@ -73,6 +73,8 @@ def _epochs(run: Run, observers: Sequence[Observer], progress: Progress) -> None
         check_agreement(model.state_dict(), world, f"after epoch {epoch + 1}")
         metrics = evaluate(run.step, run.validation, run.validation_samples)
         _check_finite(run, metrics["loss"], progress.step - 1, epoch, "validation loss")
+        if config.target_accuracy and "accuracy" not in metrics:
+            raise UsageError(f"--target-accuracy: this task reports {', '.join(metrics)}, and no accuracy to reach")
         row = {
             "epoch": epoch + 1,
             "step": progress.step,
@@ -91,7 +93,7 @@ def _epochs(run: Run, observers: Sequence[Observer], progress: Progress) -> None
             samples_per_s=samples_per_s,
             metrics=metrics,
         )
-        hit = config.target_accuracy and metrics.get("accuracy", 0.0) >= config.target_accuracy
+        hit = config.target_accuracy and metrics["accuracy"] >= config.target_accuracy
         progress.hits = progress.hits + 1 if hit else 0
         if progress.hits >= config.patience or progress.step >= run.step.schedule.total_steps:
             break
@@ -135,9 +137,12 @@ def _train_epoch(run: Run, observers: Sequence[Observer], progress: Progress, ep
 
 
 def _share(sampler: Sampler, order: np.ndarray, step: int, part: int, accumulate: int) -> list[np.ndarray]:
-    """The samples of one part of one step, cut into micro-batches of at least two: batch norm needs more than one."""
+    """The samples of one part of one step, cut into micro-batches: as many on every worker, and of at least two samples, which
+    batch norm needs.
+    """
     start, stop = sampler.part_bounds(step)[part : part + 2]
-    return np.array_split(order[start:stop], max(1, min(accumulate, (stop - start) // 2)))
+    smallest = int(sampler.step_bounds[step + 1] - sampler.step_bounds[step]) // sampler.parts
+    return np.array_split(order[start:stop], max(1, min(accumulate, smallest // 2)))
 
 
 def _check_finite(run: Run, loss: float, step: int, epoch: int, what: str = "loss") -> None:

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from torch import nn
@@ -58,8 +58,15 @@ class Recorder:
         self._record, self._config = record, config
 
     def start(self, contract: Contract) -> None:
-        self._record.write("config.toml", to_toml(self._config))
-        self._record.write("environment.json", json.dumps({**environment(), "contract": contract.as_dict()}, indent=2) + "\n")
+        # The numbers that were left to follow from the world are written out, so that the recipe repeats this run elsewhere.
+        resolved = replace(self._config, workers=contract.workers // contract.nodes, global_batch=contract.global_batch)
+        try:
+            self._record.write("config.toml", f"# paceline train {contract.task} --recipe THIS_FILE\n{to_toml(resolved)}")
+            about = {**environment(), "contract": contract.as_dict()}
+            self._record.write("environment.json", json.dumps(about, indent=2) + "\n")
+        except RecordError:
+            self._record.discard()
+            raise
 
     def step(self, row: Row) -> None:
         self._record.row({"kind": "step", **row})
@@ -70,17 +77,25 @@ class Recorder:
             self._record.course_row(row["time_s"], row["val_accuracy"])
 
     def end(self, result: Result, model: nn.Module | None) -> None:
-        if model is not None:
-            from safetensors import SafetensorError
-            from safetensors.torch import save_model
+        try:
+            if model is not None:
+                self._save(model)
+        except RecordError as error:
+            result = replace(result, status="failed", why=str(error))
+            raise
+        finally:
+            self._record.finish(asdict(result))
 
-            with self._record.replacing("model.safetensors") as path:
-                try:
-                    save_model(model, str(path))
-                except SafetensorError as error:  # how safetensors reports a full disk: it is no OSError
-                    where = path.parent / "model.safetensors"
-                    raise RecordError(f"cannot write {where}: {error}; choose another --runs-dir") from error
-        self._record.finish(asdict(result))
+    def _save(self, model: nn.Module) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_model
+
+        with self._record.replacing("model.safetensors") as path:
+            try:
+                save_model(model, str(path))
+            except SafetensorError as error:  # how safetensors reports a full disk: it is no OSError
+                where = path.parent / "model.safetensors"
+                raise RecordError(f"cannot write {where}: {error}; choose another --runs-dir") from error
 
 
 class Printer:
@@ -88,10 +103,10 @@ class Printer:
 
     def __init__(self, unit: str, terminal: bool) -> None:
         self._unit, self._terminal = unit, terminal
-        self._total = self._per_epoch = 0
+        self._total = self._per_epoch = self._workers = 1
 
     def start(self, contract: Contract) -> None:
-        self._total, self._per_epoch = contract.total_steps, contract.steps_per_epoch
+        self._total, self._per_epoch, self._workers = contract.total_steps, contract.steps_per_epoch, contract.workers
         width = max(len(what) for what, _ in contract.lines())
         if self._terminal:
             from rich.console import Console
@@ -135,7 +150,8 @@ class Printer:
             return
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
         self._line(f"{result.status}: {metrics} after {result.epochs} epochs, {result.train_time_s:.1f} s of training")
-        self._line(f"model {result.model_sha256[:16]}, all workers agree; record in {result.record}")
+        agree = f", all {self._workers} workers agree" if self._workers > 1 else ""
+        self._line(f"model {result.model_sha256[:16]}{agree}; record in {result.record}")
 
     def _line(self, text: str) -> None:
         print(f"\r{text}\x1b[K" if self._terminal else text, flush=True)

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,9 @@ from paceline.training.build import build
 from paceline.training.loop import fit
 from paceline.training.observers import Observer, Printer, Recorder, Result, TensorBoard, check_tensorboard
 from paceline.training.task import Task
+
+WHERE = ("workers", "nodes", "node_id", "rendezvous", "timeout_s", "global_batch")
+"""The options a launcher must know; all others wait for the task's own defaults."""
 
 
 class WorkerFailed(PacelineError):
@@ -39,22 +43,21 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
         if options:
             raise UsageError("give a Config or options, not both")
         options = {name: value for name, value in vars(config).items() if value is not None}
-    else:
-        config = make_config(options)
+    where = make_config({name: value for name, value in options.items() if name in WHERE})
     place = read_place()
-    check_workers(place, config.workers)
-    workers = (config.workers or 1) * config.nodes
+    check_workers(place, where.workers)
+    workers = (where.workers or 1) * where.nodes
     if place.launcher != "alone" or workers == 1:
         return _train_here(task, options)
     if isinstance(task, Task):
         raise UsageError(
             f"{workers} workers cannot be started for a Task object: give its file or module:function, or start this program"
-            f" with torchrun --nproc-per-node {config.workers}"
+            f" with torchrun --nproc-per-node {where.workers}"
         )
     tasks.check(task, options)
-    if config.global_batch is not None:
-        check_divides(config.global_batch, workers)
-    return _train_there(task, options, config)
+    if where.global_batch is not None:
+        check_divides(where.global_batch, workers)
+    return _train_there(task, options, where)
 
 
 def _train_here(task: str | Task, options: Mapping[str, Any]) -> Result:
@@ -75,12 +78,15 @@ def _train_here(task: str | Task, options: Mapping[str, Any]) -> Result:
         return fit(run, _observers(config, task, record, here))
 
 
-def _train_there(task: str, options: Mapping[str, Any], config: Config) -> Result:
+def _train_there(task: str, options: Mapping[str, Any], where: Config) -> Result:
     """As N workers, each running this command again; this process watches over them."""
-    outcome = launch(["train", task, *to_flags(options)], config)
+    outcome = launch(["train", task, *to_flags(options)], where)
     if outcome.exit_code == 0:
+        if outcome.record is None and where.node_id == 0:
+            raise WorkerFailed("the workers ended before the run began: does the task call sys.exit?", 1)
         return Result(**read_result(outcome.record)) if outcome.record else Result(status="done", metrics={})
-    _close(outcome)
+    with suppress(OSError, ValueError):  # a full disk must not hide what happened
+        _close(outcome)
     if outcome.report is None:
         raise KeyboardInterrupt
     raise WorkerFailed(outcome.report.text, outcome.exit_code)

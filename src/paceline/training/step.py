@@ -9,7 +9,7 @@ import inspect
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ class Step:
         self._optimizer = optimizer
         self._carrier = _Carrier(model).to(world.device)
         self._wrapped = _wrap(self._carrier, world)
+        self._view = cast(nn.Module, _View(self._wrapped, model))
         self.metrics: tuple[str, ...] = ()
 
     def __call__(self, step: int, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int) -> Tensor:
@@ -63,9 +64,9 @@ class Step:
 
     def _forward(self, batch: Batch, size: int) -> dict[str, Tensor]:
         with autocast(self.config, self.world):
-            values = self.objective(self._wrapped, batch)
+            values = self.objective(self._view, batch)
         if not self.metrics:
-            self.metrics = _metric_names(values, size)
+            self.metrics = check_values(values, size)
         return values
 
 
@@ -105,6 +106,19 @@ class Meter:
 def autocast(config: Config, world: World) -> torch.autocast:
     """bf16 where asked for; weights, gradients and optimizer state stay fp32."""
     return torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bf16")
+
+
+class _View:
+    """What the objective gets in training: called, it is the wrapped model; in all else, the model itself."""
+
+    def __init__(self, wrapped: nn.Module, model: nn.Module) -> None:
+        self._wrapped, self._model = wrapped, model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapped(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 class _Carrier(nn.Module):
@@ -149,7 +163,7 @@ def _wrap(model: nn.Module, world: World) -> Any:
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **keep)
 
 
-def _metric_names(values: dict[str, Tensor], size: int) -> tuple[str, ...]:
+def check_values(values: dict[str, Tensor], size: int) -> tuple[str, ...]:
     """The objective's metrics, loss first; a UsageError where it does not keep its promise."""
     if "loss" not in values:
         raise UsageError(f"the task's objective returned {sorted(values)}: it must return a dict with 'loss'")

@@ -27,9 +27,9 @@ class Task:
     validation: Callable[[], Arrays | Dataset[Any]]
     """Makes the validation data."""
     objective: Objective
-    """Runs the model on a batch and returns a dict of tensors with one value a sample: "loss" is what is minimised (its mean
+    """Calls the model on a batch and returns a dict of tensors with one value a sample: "loss" is what is minimised (its mean
     over the step), everything else is averaged and reported. One value a sample is what makes the tail of an epoch and
-    validation exact."""
+    validation exact. Gradients are averaged over workers for what goes through `model(...)` itself."""
     model: Callable[[], nn.Module] | None = None
     """Makes the model, randomly initialised; None takes `--model` (images of shape C x H x W in, `classes` logits out)."""
     classes: int = 0

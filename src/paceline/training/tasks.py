@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from paceline import models
-from paceline.config import Config, make_config
+from paceline.config import Config, check_options, make_config
 from paceline.data import fashion_mnist
 from paceline.data.augment import Images
 from paceline.data.loaders import Arrays
@@ -30,10 +30,10 @@ _IMAGE_OPTIONS = ("crop", "flip", "erase", "pixels", "label_smoothing", "data_di
 
 def check(name: str, options: Mapping[str, Any]) -> None:
     """What can be known wrong without loading data or running the user's file: before any worker starts."""
-    config = make_config(options)
-    check_optimizer(config.optimizer)
-    if config.model:
-        models.check(config.model)
+    given = check_options(options)
+    check_optimizer(given.get("optimizer", "sgd"))
+    if given.get("model"):
+        models.check(given["model"])
     if name not in _BUILT_IN:
         _locate(name)
 
@@ -70,7 +70,8 @@ def _images(name: str, config: Config) -> Task:
 
     @functools.cache
     def data() -> fashion_mnist.ImageData:
-        return fashion_mnist.load(name, Path(config.data_dir) if config.data_dir else None, DownloadProgress())
+        with DownloadProgress() as progress:
+            return fashion_mnist.load(name, Path(config.data_dir) if config.data_dir else None, progress)
 
     def arrays(images: np.ndarray, labels: np.ndarray) -> Arrays:
         return Arrays((torch.from_numpy(images), torch.from_numpy(labels)), about=data().where)
@@ -122,9 +123,9 @@ def _call(name: str) -> Task:
         task = make()
     except PacelineError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        place = [frame for frame in frames if frame.filename != __file__ and not frame.filename.startswith("<frozen")]
+        place = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
         at = f" (line {place[-1].lineno} of {Path(place[-1].filename).name})" if place else ""
         raise UsageError(f"task {name} raised {type(error).__name__}: {' '.join(str(error).split())}{at}") from error
     if not isinstance(task, Task):

@@ -14,7 +14,8 @@ from harness.training import Trained, blobs, train_in
 from paceline.data.loaders import Arrays
 from paceline.dist.place import Place
 from paceline.dist.world import World, choose_device, world
-from paceline.errors import Diverged, UsageError
+from paceline.errors import Diverged, UsageError, WorkersDisagree
+from paceline.training.evaluate import average_statistics
 from paceline.training.loop import model_sha256
 from paceline.training.run import train
 from paceline.training.task import Task, classify
@@ -207,15 +208,68 @@ def test_label_smoothing_leaves_validation_alone() -> None:
     assert smooth(model.eval(), batch)["loss"].equal(plain(model.eval(), batch)["loss"])
 
 
-def statistics(world: World) -> dict[str, Any]:
-    return train_in(world, blobs(96, norm=True), {"epochs": 1}).weights
+def statistics(world: World) -> tuple[list[float], list[float], int]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    norm = model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    norm.running_mean.fill_(world.rank)
+    norm.running_var.copy_(torch.tensor([1.0, 4.0]) * (world.rank + 1))
+    average_statistics(model, world)
+    return norm.running_mean.tolist(), norm.running_var.tolist(), int(norm.num_batches_tracked or 0)
 
 
-def test_running_statistics_are_the_mean_over_workers() -> None:
-    """After one epoch of whole steps, every worker holds the same statistics: the mean of what each saw."""
-    first, second = run_workers(statistics, 2)
-    np.testing.assert_array_equal(first["1.running_mean"], second["1.running_mean"])
-    np.testing.assert_array_equal(first["1.running_var"], second["1.running_var"])
+def test_running_statistics_become_the_mean_over_workers() -> None:
+    assert run_workers(statistics, 3) == [([1.0, 1.0], [2.0, 8.0], 0)] * 3
+
+
+def different(world: World, kind: str) -> str:
+    """Data that is not the same everywhere: made without a seed of its own, of another length, of other values."""
+
+    def data() -> Arrays:
+        length = 24 + 6 * world.rank if kind == "length" else 24
+        shift = world.rank if kind == "values" else 0
+        return Arrays((torch.randn(length, 5) + shift, torch.zeros(length, dtype=torch.long)))
+
+    fields = {**vars(blobs()), "train": data, "validation": data, "objective": classify()}
+    try:
+        train_in(world, Task(**fields), {"epochs": 1})
+    except WorkersDisagree as error:
+        return str(error)
+    return "the same data"
+
+
+def all_different(world: World) -> list[str]:
+    return [different(world, kind) for kind in ("random", "length", "values")]
+
+
+def test_workers_with_different_data_are_told() -> None:
+    for unseeded, length, values in run_workers(all_different, 2):
+        assert unseeded == "the same data", "what a task draws at random follows from the run's seed"
+        assert "about the training data" in length
+        assert "first: samples" in length
+        assert "first: array 0" in values
+
+
+def test_the_objective_sees_the_model_itself() -> None:
+    names = set()
+
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        names.add(tuple(name for name, _ in model.named_parameters()))
+        assert model.get_submodule("0").out_features == 8
+        return classify()(model, batch[:2])
+
+    alone(blobs(objective=objective), epochs=1)
+    assert names == {("0.weight", "0.bias", "3.weight", "3.bias")}
+
+
+def test_an_accuracy_to_reach_where_there_is_none() -> None:
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        return {"loss": classify()(model, batch[:2])["loss"]}
+
+    with pytest.raises(UsageError, match="this task reports loss, and no accuracy"):
+        alone(blobs(objective=objective), target_accuracy=0.5)
 
 
 def test_too_few_samples_and_empty_data() -> None:

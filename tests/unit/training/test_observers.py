@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,7 @@ def test_piped_the_printer_says_plain_lines(capsys):
         " Validation Loss = 0.4322, Validation Accuracy = 0.8765"
     )
     assert done == "done: loss 0.4000, accuracy 0.8000 after 2 epochs, 12.3 s of training"
-    assert model == "model abababababababab, all workers agree; record in runs/x"
+    assert model == "model abababababababab, all 2 workers agree; record in runs/x"
 
 
 def test_the_epochs_line_has_the_courses_six_fields(capsys):
@@ -156,7 +157,8 @@ def test_the_record_is_complete(record):
     tell(Recorder(record, config), model=model)
     names = {path.name for path in record.path.iterdir()}
     assert names == {"config.toml", "environment.json", "metrics.jsonl", "course.csv", "model.safetensors", "result.json"}
-    assert make_config(read_recipe(str(record.path / "config.toml"))) == config
+    recipe = make_config(read_recipe(str(record.path / "config.toml")))
+    assert recipe == replace(config, workers=CONTRACT.workers // CONTRACT.nodes, global_batch=CONTRACT.global_batch)
     environment = json.loads((record.path / "environment.json").read_text())
     assert environment["contract"] == CONTRACT.as_dict()
     assert environment["versions"]["torch"]
@@ -200,7 +202,8 @@ def test_a_model_that_does_not_fit_on_the_disk_is_one_line(record, monkeypatch):
     monkeypatch.setattr("safetensors.torch.save_model", full)
     with pytest.raises(RecordError, match=r"model.safetensors: .*No space left on device.*choose another --runs-dir"):
         Recorder(record, Config()).end(RESULT, nn.Linear(2, 2))
-    assert {path.name for path in record.path.iterdir()} == {"metrics.jsonl", "course.csv"}
+    assert {path.name for path in record.path.iterdir()} == {"metrics.jsonl", "course.csv", "result.json"}
+    assert read_result(record.path)["status"] == "failed"
 
 
 def test_tensorboard_is_one_run(tmp_path):

@@ -1,0 +1,58 @@
+"""`paceline.train` from a program of one's own: it leaves the program as it found it."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from harness.training import blobs
+from paceline.errors import UsageError
+from paceline.training.run import WorkerFailed, train
+
+TASK = """
+from paceline import Arrays, Task
+import torch
+from torch import nn
+
+def task():
+    data = lambda: Arrays((torch.ones(40, 1), torch.ones(40, 1)))
+    return Task(name="t", model=lambda: nn.Linear(1, 1), train=data, validation=data,
+                objective=lambda model, batch: {"loss": (model(batch[0]) - batch[1]).square().squeeze(1)},
+                defaults={"schedule": "cosine", "warmup_steps": 2, "global_batch": 10, "base_lr": 0.01})
+"""
+
+
+def test_workers_started_from_a_program_leave_it_as_it_was(runs: Path) -> None:
+    Path("task.py").write_text(TASK)
+    environ, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
+    together = train("task.py", workers=2, epochs=1)
+    assert together.status == "done"
+    assert dict(os.environ) == environ
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert train("task.py", workers=1, epochs=1).status == "done"
+    assert train(blobs(), epochs=1, name="blobs").status == "done"
+    assert len(list(runs.iterdir())) == 3
+
+
+def test_flags_are_judged_with_the_tasks_own_defaults(runs: Path) -> None:
+    """The task's schedule is cosine with warm-up steps: flags may change either half, or ask for one-cycle instead."""
+    Path("task.py").write_text(TASK)
+    for options in ({"warmup_steps": 3}, {"warmup_epochs": 0.5}, {"schedule": "one-cycle"}, {"schedule": "linear"}):
+        assert train("task.py", epochs=1, **options).status == "done"
+    with pytest.raises(UsageError, match="both given"):
+        train("task.py", warmup_steps=3, warmup_epochs=0.5)
+
+
+def test_a_task_that_exits_is_no_success(runs: Path) -> None:
+    Path("task.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(UsageError, match="raised SystemExit"):
+        train("task.py")
+    with pytest.raises(WorkerFailed, match="raised SystemExit"):
+        train("task.py", workers=2)
+    assert not runs.exists()
+
+
+def test_a_task_object_trains_here_only() -> None:
+    with pytest.raises(UsageError, match="2 workers cannot be started for a Task object"):
+        train(blobs(), workers=2)
