@@ -141,6 +141,8 @@ def find(name: str, data_dir: Path | None = None) -> Path | None:
     """The folder with the four files that `load` would read, or None if it would have to download them."""
     if source_named(name).ships:
         return _MINI_FOLDER
+    if data_dir is not None and os.path.exists(data_dir) and not os.path.isdir(data_dir):
+        raise DataError(f"--data-dir {data_dir} is a file: it must be a folder")
     if data_dir is not None and _held(_layout_in(data_dir)):
         folders = [data_dir]  # begun there: to be completed there, not replaced by what lies elsewhere
     else:

@@ -271,3 +271,9 @@ def test_mini_is_the_first_of_each_class_in_order():
             earlier[labels == label] = np.arange(np.count_nonzero(labels == label))
         np.testing.assert_array_equal(mini_labels, labels[earlier < count])
         np.testing.assert_array_equal(mini_images, images[earlier < count])
+
+
+def test_a_data_dir_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="is a file: it must be a folder"):
+        fashion_mnist.load("fashion-mnist", tmp_path / "file")
