@@ -9,7 +9,6 @@ import pytest
 
 from harness.processes import children
 
-_NEEDS = ("slurm", "mpirun", "netns", "full_data", "gpu")
 _NEVER_IN_CI = ("gpu",)  # no CI machine has one; `make test ARGS=tests/gpu` runs these where there is
 _unexpected: list[str] = []
 
