@@ -124,8 +124,8 @@ class _View:
 class _Carrier(nn.Module):
     """The model, and one more parameter whose gradient is the step's metrics.
 
-    DDP averages that gradient with all the others, so metrics need no collective of their own and arrive on every worker together
-    with the step.
+    DDP averages that gradient with all the others, so metrics need no collective of their own and arrive on every worker
+    together with the step.
     """
 
     def __init__(self, model: nn.Module) -> None:
