@@ -35,9 +35,9 @@ class WorkerFailed(PacelineError):
 def train(task: str | Task, config: Config | None = None, **options: Any) -> Result:
     """Train a task: a built-in name, a file, `module:function`, or a Task.
 
-    Options are Config's fields, over the task's own defaults; of a whole Config, fields that are None are
-    still the task's to fill. In a world that torchrun, srun or mpirun started, this process joins it; else `workers` of them are started, for which the task must have a name (a
-    Task in this process's memory cannot reach another).
+    Options are Config's fields, over the task's own defaults; of a whole Config, fields that are None are still the task's to
+    fill. In a world that torchrun, srun or mpirun started, this process joins it; else `workers` of them are started, for
+    which the task must have a name (a Task in this process's memory cannot reach another).
     """
     if config is not None:
         if options:
