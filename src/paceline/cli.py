@@ -12,8 +12,9 @@ from typing import NoReturn
 
 from paceline import __version__
 from paceline.config import add_flags, check_options, read_recipe
-from paceline.dist.launch import INTERRUPTED, headline, is_lost_contact, report_failure, start_as_worker
+from paceline.dist.launch import INTERRUPTED, start_as_worker
 from paceline.dist.place import read_place
+from paceline.dist.reports import headline, is_lost_contact, report_failure
 from paceline.errors import PacelineError, UsageError, unknown
 
 _EXAMPLES = """examples:

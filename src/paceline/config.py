@@ -27,6 +27,14 @@ class Config:
     workers: int | None = None
     """Workers to start on this node: one GPU each, or that many CPU workers where there is no GPU (default 1). Under torchrun,
     srun or mpirun the world is already there and this may be left out."""
+    virtual_workers: int | None = None
+    """V: cut every step into so many parts, each as one worker would have it (default: one a worker). The model depends on V,
+    not on how many workers, from 1 to V, compute it."""
+    parts_at_once: int = 0
+    """Parts a worker runs in one forward pass, batch norm apart for each (0: all it has, or one after the other where the model
+    needs that; 1 takes the least memory)."""
+    reduce: Literal["fast", "exact"] = "fast"
+    """fast: DDP's overlapped averaging. exact: order-free sums, so the model has the same bits on any number of workers."""
     nodes: int = 1
     """Nodes in the run, each started by hand with its own --node-id."""
     node_id: int = 0
@@ -36,7 +44,13 @@ class Config:
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     """Who carries the messages: nccl for GPUs, gloo for CPUs, mpi where this torch has it."""
     timeout_s: float = 600.0
-    """Seconds a worker waits for the others before it gives up."""
+    """Seconds without progress after which a worker counts as hung."""
+    max_restarts: int = 0
+    """Start again so many times, from the last checkpoint, when a worker fails."""
+    min_workers: int | None = None
+    """Restart on fewer workers, down to so many, when a device is gone for good (default: never on fewer)."""
+    grace_s: float = 20.0
+    """Seconds after SIGTERM or Ctrl-C to finish the step and write a checkpoint in."""
 
     model: str = ""
     """NAME or NAME:key=value,key=value: linear, mlp, cnn, resnet, wide_resnet, course_wide_resnet (default: the task's)."""
@@ -60,9 +74,9 @@ class Config:
     reference_batch: int = 128
     """The batch that base_lr is trusted at, on one worker."""
     global_batch: int | None = None
-    """Samples a step over all workers (default: reference_batch for each worker)."""
+    """Samples a step over all workers (default: reference_batch for each virtual worker)."""
     accumulate: int = 1
-    """Cut each worker's share of a step into so many micro-batches (less memory, same step)."""
+    """Cut each part of a step into so many micro-batches (less memory, same step)."""
     optimizer: str = "sgd"
     """sgd or adamw."""
     base_lr: float = 0.05
@@ -120,6 +134,13 @@ class Config:
     """Folder that records go to."""
     name: str = ""
     """Name of the record (default: task, date and time); a number is added where it is taken."""
+    resume: str = ""
+    """Go on with a record from its last checkpoint: its folder or name. Without one: --name, or this task's newest record that
+    did not come to its end; where there is none, start."""
+    checkpoint_every: str = "60s"
+    """Write a checkpoint every so many steps (500) or seconds (60s); 0 for none."""
+    keep: int = 2
+    """Checkpoints to keep."""
     log_every: int = 10
     """A row in metrics.jsonl every so many steps."""
     tracker: Literal["none", "tensorboard"] = "none"
@@ -132,6 +153,8 @@ class Config:
             raise UsageError(
                 f"--node-id is {self.node_id}, but with --nodes {self.nodes} it must lie between 0 and {self.nodes - 1}"
             )
+        if self.min_workers and self.workers and self.min_workers > self.workers:
+            raise UsageError(f"--min-workers is {self.min_workers}: it must be at most --workers {self.workers}")
         if self.warmup_epochs and self.warmup_steps:
             raise UsageError("--warmup-epochs and --warmup-steps are both given: choose one")
         if self.schedule == "one-cycle" and (self.warmup_epochs or self.warmup_steps):
@@ -144,7 +167,8 @@ class Config:
 
 _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("workers", "nodes", "reference_batch", "global_batch", "accumulate", "epochs", "patience"), 1),
-    **dict.fromkeys(("eval_batch", "log_every", "timeout_s"), 1),
+    **dict.fromkeys(("eval_batch", "log_every", "timeout_s", "virtual_workers", "min_workers", "keep"), 1),
+    **dict.fromkeys(("parts_at_once", "max_restarts", "grace_s"), 0),
     **dict.fromkeys(("node_id", "train_samples", "crop", "loader_workers", "base_lr", "weight_decay", "clip_norm"), 0),
     **dict.fromkeys(("warmup_epochs", "warmup_steps", "warmup_from", "max_steps", "seed", "check_every"), 0),
 }
@@ -166,8 +190,22 @@ def _check_value(name: str, value: Any) -> None:
         raise UsageError(f"--timeout-s is {value:g}: it must be at most 10,000,000 (four months)")
     if name == "base_lr" and value == 0:
         raise UsageError("--base-lr is 0: nothing would be learned")
+    if name == "checkpoint_every":
+        parse_every(value)
     if name == "name" and (Path(value).name != value or value == ".."):
         raise UsageError(f"--name is {value!r}: it must be a plain name; the folder is --runs-dir")
+
+
+def parse_every(text: str) -> tuple[int, float]:
+    """`--checkpoint-every` as (steps, seconds), of which one at least is 0."""
+    number, seconds = text.removesuffix("s"), text.endswith("s")
+    try:
+        value = float(number) if seconds else int(number)
+    except ValueError:
+        value = -1
+    if not 0 <= value < math.inf:
+        raise UsageError(f"--checkpoint-every is {text!r}: it must be a number of steps (500) or of seconds (60s), or 0")
+    return (0, float(value)) if seconds else (int(value), 0.0)
 
 
 SECTIONS = {
@@ -204,8 +242,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         else:
             choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
             metavar = "|".join(choices) if choices else field.name.upper().rsplit("_", 1)[-1]
+            alone = {"nargs": "?", "const": "auto"} if field.name == "resume" else {}
             group.add_argument(
-                flag(field.name), default=argparse.SUPPRESS, type=str, metavar=metavar, help=text, dest=field.name
+                flag(field.name), default=argparse.SUPPRESS, type=str, metavar=metavar, help=text, dest=field.name, **alone
             )
 
 

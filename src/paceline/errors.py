@@ -38,6 +38,14 @@ class Diverged(PacelineError):
     exit_code = 3
 
 
+class Stopped(PacelineError):
+    """The run was asked to stop and did: exit code 130 after Ctrl-C, 143 after SIGTERM, as shells have it."""
+
+    def __init__(self, text: str, why: str) -> None:
+        super().__init__(text)
+        self.exit_code = 130 if why == "Ctrl-C" else 143
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """The error for a name that does not exist: it suggests the nearest one, or lists them all."""
     names = sorted(known)

@@ -2,8 +2,10 @@
 
     config.toml        the resolved configuration; `--recipe` reads it back
     environment.json   versions, hardware, launcher, command, git revision, the contract
-    metrics.jsonl      append-only: a row every few steps ("kind": "step") and one an epoch ("kind": "epoch")
+    metrics.jsonl      append-only: a row every few steps ("kind": "step") and one an epoch ("kind": "epoch"); "note" and
+                       "resume" rows say what happened (`read_metrics` leaves out what a resumed run did again)
     course.csv         time,val_accuracy: one line an epoch
+    checkpoints/       what a resumed run goes on from
     model.safetensors  the trained weights under the bare model's own names
     result.json        how it ended: written last, so a record without it was cut short
 
@@ -11,6 +13,7 @@ Nothing here imports torch, so that pages and predictions read records at once.
 """
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -37,12 +40,41 @@ class Record:
         with _explained(Path(runs_dir)):
             self.path = _new_folder(Path(runs_dir), name)
             try:
-                self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
-                self._csv = (self.path / "course.csv").open("ab", buffering=0)
-                self._append(self._csv, "time,val_accuracy\n")
+                self._open()
+                self._append(self._csv, _CSV_HEADER)
             except BaseException:
                 self.discard()
                 raise
+
+    @classmethod
+    def reopen(cls, path: Path) -> "Record":
+        """Go on with a record that was cut short. A RecordError where another run is writing to it."""
+        record = cls.__new__(cls)
+        record.path = path
+        with _explained(path):
+            record._open()
+            rows = (path / "metrics.jsonl").read_bytes()
+            record._metrics.truncate(rows.rfind(b"\n") + 1)  # a row that was being written when the run was cut short
+        return record
+
+    def _open(self) -> None:
+        self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
+        self._csv = (self.path / "course.csv").open("ab", buffering=0)
+        if not _lock(self._metrics):
+            self._metrics.close()
+            self._csv.close()
+            raise RecordError(f"another run is writing to {self.path}: wait for it, or start one under another --name")
+
+    def resume(self, step: int, about: Mapping[str, Any]) -> None:
+        """Say that the run goes on from this step: the rows after it are done again, and leave the course's CSV."""
+        with _explained(self.path):
+            (self.path / "result.json").unlink(missing_ok=True)
+        self.row({"kind": "resume", "step": step, **about})
+        kept = [row for row in read_metrics(self.path) if row["kind"] == "epoch" and "val_accuracy" in row]
+        self._csv.close()
+        self.write("course.csv", _CSV_HEADER + "".join(_csv_line(row["time_s"], row["val_accuracy"]) for row in kept))
+        with _explained(self.path):
+            self._csv = (self.path / "course.csv").open("ab", buffering=0)
 
     def discard(self) -> None:
         """Remove the folder: a disk too full to begin leaves no half of a record."""
@@ -59,7 +91,7 @@ class Record:
 
     def course_row(self, time_s: float, accuracy: float) -> None:
         """Append a line to the course's CSV."""
-        self._append(self._csv, f"{time_s:.3f},{accuracy:.4f}\n")
+        self._append(self._csv, _csv_line(time_s, accuracy))
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[Path]:
@@ -98,6 +130,35 @@ def close_cut_short(path: Path, status: str, why: str) -> None:
             temporary.write_text(json.dumps({**result, "status": status, "why": why}, indent=2) + "\n")
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """A record's rows as one run would have left them: what a resumed run did again is there once, as it was done last."""
+    rows: list[dict[str, Any]] = []
+    for line in (path / "metrics.jsonl").read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:  # cut short by a power failure
+            continue
+        if row["kind"] == "resume":
+            rows = [old for old in rows if old.get("step", 0) <= row["step"]]
+        rows.append(row)
+    return rows
+
+
+def find_unfinished(runs_dir: Path, task: str) -> Path | None:
+    """The newest record of this task that did not come to its end and that nobody is writing to."""
+    found: list[tuple[float, Path]] = []
+    for metrics in runs_dir.glob("*/metrics.jsonl"):
+        path = metrics.parent
+        try:
+            about = json.loads((path / "environment.json").read_text())
+            ended = (path / "result.json").exists() and read_result(path).get("status") not in ("failed", "interrupted")
+            if about.get("task") == task and not ended and not _in_use(metrics):
+                found.append((metrics.stat().st_mtime, path))
+        except (OSError, ValueError, RecordError):  # no record of ours
+            continue
+    return max(found)[1] if found else None
+
+
 def read_result(path: Path) -> dict[str, Any]:
     """A record's result."""
     try:
@@ -121,6 +182,27 @@ def environment() -> dict[str, Any]:
         "versions": {name: _version(name) for name in packages},
         "git": _git_revision(),
     }
+
+
+_CSV_HEADER = "time,val_accuracy\n"
+
+
+def _csv_line(time_s: float, accuracy: float) -> str:
+    return f"{time_s:.3f},{accuracy:.4f}\n"
+
+
+def _lock(file: FileIO) -> bool:
+    """Take the record, until this process ends. True also where the file system knows no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
+def _in_use(metrics: Path) -> bool:
+    with metrics.open("ab", buffering=0) as file:
+        return not _lock(file)
 
 
 def _new_folder(runs_dir: Path, name: str) -> Path:

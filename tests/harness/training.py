@@ -1,6 +1,7 @@
 """Train in a test's own processes, and tasks small enough to reason about."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from paceline.config import make_config
 from paceline.data.loaders import Arrays
 from paceline.dist.world import World
 from paceline.training.build import build
+from paceline.training.keeper import Keeper
 from paceline.training.loop import fit
 from paceline.training.observers import Result
 from paceline.training.task import Task, classify
@@ -22,8 +24,12 @@ class Watcher:
     steps: list[dict[str, Any]] = field(default_factory=list)
     epochs: list[dict[str, Any]] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def start(self, contract: Any) -> None: ...
+
+    def say(self, text: str) -> None:
+        self.notes.append(text)
 
     def step(self, row: Any) -> None:
         self.steps.append(dict(row))
@@ -40,17 +46,26 @@ class Trained:
     """What a worker ended with; plain enough to cross a pipe."""
 
     weights: dict[str, Any]
+    optimizer: dict[str, Any]
     watcher: Watcher
     result: Result
 
 
-def train_in(world: World, task: Task, options: dict[str, Any]) -> Trained:
-    """Train a task as this worker of this world. Every worker watches: numbers must be the same everywhere."""
+def train_in(world: World, task: Task, options: dict[str, Any], folder: Path | None = None, resumes: bool = False) -> Trained:
+    """Train a task as this worker of this world. Every worker watches: numbers must be the same everywhere.
+
+    With a folder, rank 0 writes its checkpoints there; `resumes` goes on from the last one.
+    """
     run = build(task, make_config(task.defaults, {"log_every": 1, **options}), world)
     watcher = Watcher()
-    result = fit(run, [watcher])
+    result = fit(run, [watcher], Keeper(run, folder if world.speaks else None, watcher.say, resumes))
     weights = {name: tensor.cpu().numpy().copy() for name, tensor in run.step.model.state_dict().items()}
-    return Trained(weights, watcher, result)
+    state = {
+        f"{number}.{name}": torch.as_tensor(value).cpu().numpy().copy()
+        for number, one in run.step.optimizer.state_dict()["state"].items()
+        for name, value in one.items()
+    }
+    return Trained(weights, state, watcher, result)
 
 
 def blobs(

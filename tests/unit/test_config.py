@@ -16,7 +16,13 @@ from paceline.errors import UsageError
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 KINDS = typing.get_type_hints(Config)
-PLAIN = {"nodes": 3, "node_id": 2, "warmup_steps": 0, "warmup_epochs": 0.0}  # what the checks across fields leave alone
+PLAIN = {
+    "nodes": 3,
+    "node_id": 2,
+    "warmup_steps": 0,
+    "warmup_epochs": 0.0,
+    "min_workers": None,
+}  # what the checks across fields leave alone
 
 
 def values(name: str) -> st.SearchStrategy[Any]:
@@ -27,7 +33,11 @@ def values(name: str) -> st.SearchStrategy[Any]:
     if kind is bool:
         return st.booleans()
     if kind is str:
-        return st.text(st.characters(exclude_characters="/.")) if name == "name" else st.text()
+        special = {
+            "name": st.text(st.characters(exclude_characters="/.")),
+            "checkpoint_every": st.sampled_from(("0", "500", "1.5s")),
+        }
+        return special.get(name, st.text())
     if int in (kind, *typing.get_args(kind)):
         return st.integers(1, 2**80)
     if name == "timeout_s":

@@ -45,14 +45,14 @@ def uniform(keys: Tensor, stream: int) -> Tensor:
 
 
 def seed_all(seed: int, device: torch.device | None = None) -> None:
-    """Seed torch's generators (CPU and the worker's own device): for a part's dropout and whatever else a model draws."""
-    torch.default_generator.manual_seed(_signed(seed))
+    """Seed every generator there is: for a part's dropout and whatever else a model, an objective or a `prepare` draws."""
+    seed_sample(seed)
     if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(_signed(seed))
 
 
 def seed_sample(seed: int) -> None:
-    """Seed torch, numpy and random before a user's Dataset makes a sample, so that its augmentation follows the sample."""
+    """Seed torch, numpy and random: before a user's Dataset makes a sample, so that its augmentation follows the sample."""
     torch.default_generator.manual_seed(_signed(seed))
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)

@@ -1,7 +1,8 @@
 """Two ways to bring batches to a worker's device, behind one method.
 
 `batches(plan, epoch)` yields one batch for every array of sample numbers in the plan. `Resident` holds the whole data set on
-the device; `Streaming` reads a map-style Dataset through torch's DataLoader. Both prepare batches on the device.
+the device; `Streaming` reads a map-style Dataset through torch's DataLoader. Both prepare batches on the device, and call
+`before(i)` just before batch i is prepared, whatever random numbers were drawn to fetch it: that is where a part is seeded.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -17,6 +18,7 @@ from paceline.data.keys import key, seed_sample
 
 Batch = tuple[Any, ...]
 Plan = Sequence[np.ndarray]
+Before = Callable[[int], None]
 Prepare = Callable[[tuple[Tensor, ...], Tensor, int | None], tuple[Tensor, ...]]
 """(batch on the device, sample numbers, epoch or None in validation) -> what the objective gets."""
 
@@ -53,10 +55,14 @@ class Arrays:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
+def _nothing(i: int) -> None:
+    """The `before` of those who need none."""
+
+
 class Loader(Protocol):
     """What the training loop sees of either loader."""
 
-    def batches(self, plan: Plan, epoch: int | None) -> Iterator[Batch]:
+    def batches(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Batch]:
         """One batch on the device for every array in the plan, in order."""
         ...
 
@@ -77,13 +83,14 @@ class Resident:
         self._tensors = tuple(tensor.to(device) for tensor in data.tensors)
         self._prepare, self._device = prepare, device
 
-    def batches(self, plan: Plan, epoch: int | None) -> Iterator[Batch]:
+    def batches(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Batch]:
         if not plan:
             return
         sizes = [len(samples) for samples in plan]
         everything = torch.from_numpy(np.concatenate(plan)).to(self._device)  # one copy an epoch, not one a step
-        for samples in torch.split(everything, sizes):
+        for i, samples in enumerate(torch.split(everything, sizes)):
             batch = tuple(tensor[samples] for tensor in self._tensors)
+            before(i)
             yield self._prepare(batch, samples, epoch) if self._prepare else batch
 
 
@@ -104,10 +111,11 @@ class Streaming:
             collate_fn=_collate,
         )
 
-    def batches(self, plan: Plan, epoch: int | None) -> Iterator[Batch]:
+    def batches(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Batch]:
         self._plan.plan, self._plan.epoch = plan, epoch
         copied = self._copy_ahead(zip(self._loader, plan, strict=True))
-        for batch, samples in copied:
+        for i, (batch, samples) in enumerate(copied):
+            before(i)
             yield self._prepare(batch, samples, epoch) if self._prepare else batch
 
     def _copy_ahead(self, batches: Iterator[tuple[Batch, np.ndarray]]) -> Iterator[tuple[Batch, Tensor]]:

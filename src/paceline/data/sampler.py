@@ -28,7 +28,7 @@ class Sampler:
         check_divides(self.global_batch, self.parts)
         if self.samples < self.parts:
             raise UsageError(
-                f"{self.samples} training samples cannot feed {self.parts} workers: each needs at least one a step"
+                f"{self.samples} training samples cannot feed {self.parts} virtual workers: each needs at least one a step"
             )
 
     def order(self, epoch: int) -> np.ndarray:
@@ -65,4 +65,4 @@ def check_divides(global_batch: int, parts: int) -> None:
     if global_batch % parts:
         below, above = global_batch // parts * parts, (global_batch // parts + 1) * parts
         hint = f"{below} or {above}" if below else f"{above}"
-        raise UsageError(f"--global-batch {global_batch} does not divide into {parts} equal parts, one a worker: use {hint}")
+        raise UsageError(f"--global-batch {global_batch} does not divide into {parts} equal parts: use {hint}")

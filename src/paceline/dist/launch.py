@@ -1,45 +1,53 @@
-"""Start local workers through torch elastic, end them all when one fails, and say which failed first (law 7).
+"""Start local workers through torch elastic, end them all when one fails (law 7), and start again where that is asked for.
 
 A worker is the same command once more (`python -m paceline train ...`) with a rank in its environment. Each runs in a session
-of its own, so that Ctrl-C reaches only the launcher, which then ends them. A failing worker leaves a report (when, what, traceback) in
-a folder of the launcher's; the earliest report that is not merely about a lost connection is the cause.
+of its own, so that Ctrl-C reaches only the launcher, which asks them to stop and ends those that do not. What they tell each
+other is in `reports.py`, who takes part in the next attempt in `restarts.py`.
 """
 
 import ctypes
-import json
+import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
-import traceback
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from paceline.config import Config
 from paceline.dist.place import REPORTS_VARIABLE, threads_per_worker
-from paceline.errors import PacelineError, UsageError
+from paceline.dist.reports import (
+    Report,
+    ask_to_stop,
+    first_failure,
+    folder,
+    headline,
+    is_lost_contact,
+    read_begun,
+    read_record,
+    read_reports,
+    read_stop,
+    report_begun,
+)
+from paceline.dist.restarts import Crew, Failure, command_again, newest_checkpoint, next_crew
+from paceline.errors import UsageError
+
+INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
+STOPPED = 143  # ... and by SIGTERM
+STOPPING = "paceline: stopping after this step (Ctrl-C again to stop now)"
 
 _AGENT_VARIABLE = "PACELINE_AGENT"
-INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a failing worker leaves behind."""
-
-    rank: int
-    when: float
-    exit_code: int
-    text: str
-    lost_contact: bool = False
-    """The worker failed because another one was gone: a consequence, not a cause."""
+_KILL_AFTER_S = 5  # from SIGTERM to SIGKILL
+_NOT_WORTH_ANOTHER = (0, 2, 3)  # done, the user's mistake, diverged: the next attempt would end in the same way
 
 
 @dataclass(frozen=True)
@@ -48,143 +56,210 @@ class Outcome:
 
     exit_code: int
     report: Report | None = None
+    """Who failed first. None where all went well or the launch was asked to stop (INTERRUPTED or STOPPED)."""
     record: Path | None = None
     """Where rank 0 was writing its record, if it came that far."""
 
 
 def launch(command: Sequence[str], config: Config) -> Outcome:
-    """Run `python -m paceline COMMAND` as `config.workers` local workers and wait for them."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # its news reach the user in our words
-    workers = config.workers or 1
-    with _as_before(), tempfile.TemporaryDirectory(prefix="paceline-") as reports:
-        os.environ[REPORTS_VARIABLE] = reports
-        os.environ[_AGENT_VARIABLE] = str(os.getpid())
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_worker(workers)))
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        agent = elastic_launch(
-            LaunchConfig(
-                min_nodes=config.nodes,
-                max_nodes=config.nodes,
-                nproc_per_node=workers,
-                max_restarts=0,
-                run_id=uuid.uuid4().hex if config.nodes == 1 else "paceline",
-                **_rendezvous(config),
-            ),
-            sys.executable,
-        )
-        try:
-            agent("-m", "paceline", *command)
-        except ChildFailedError as error:
-            exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            report = first_failure(read_reports(Path(reports)), exits)
-            return Outcome(report.exit_code, report, _record(Path(reports)))
-        except (SignalException, KeyboardInterrupt):
-            return Outcome(INTERRUPTED, None, _record(Path(reports)))
-        return Outcome(0, None, _record(Path(reports)))
+    """Run `python -m paceline COMMAND` as `config.workers` local workers, up to 1 + `config.max_restarts` times, to the end."""
+    command, crew = list(command), Crew(config.workers or 1)
+    record, before = None, None
+    with _wish_to_stop() as wish, tempfile.TemporaryDirectory(prefix="paceline-") as place:
+        for restart in range(1, config.max_restarts + 2):
+            reports = Path(place) / str(restart)
+            reports.mkdir()
+            outcome = _attempt(command, crew, config, reports, wish)
+            record = outcome.record or record
+            outcome = replace(outcome, record=record)
+            report = outcome.report
+            if report is None or report.exit_code in _NOT_WORTH_ANOTHER or restart > config.max_restarts:
+                break
+            after = Failure(report.rank, newest_checkpoint(record))
+            last, (crew, why) = crew, next_crew(crew, before, after, config)
+            if crew.workers < (config.min_workers or 1):
+                break
+            before = after if crew == last else None  # ranks move up when one is taken out
+            total = crew.workers * config.nodes
+            said = f"restart {restart} of {config.max_restarts} on {total} worker{'s' * (total > 1)}{why}"
+            print(f"paceline: {report.text.splitlines()[0]}; {said}", file=sys.stderr, flush=True)
+            command = command_again(command, crew, config, record)
+            if config.nodes > 1:
+                _meet_anew(config)
+    return outcome
 
 
-@contextmanager
-def _as_before() -> Iterator[None]:
-    """Leave the environment and the signal handlers as they were: elastic and we change both, and a program may go on."""
-    environ = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environ)
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+@dataclass
+class Wish:
+    """What the signals that reached the launcher ask for."""
 
-
-def first_failure(reports: Sequence[Report], exits: Mapping[int, int]) -> Report:
-    """The failure that caused the others: a worker's own error, else a worker killed by a signal, else the first lost contact."""
-    own = [report for report in reports if not report.lost_contact]
-    if own:
-        return min(own, key=lambda report: report.when)
-    reported = {report.rank for report in reports}
-    for rank, code in sorted(exits.items(), key=_suspicion):
-        if rank not in reported:
-            if code < 0:
-                name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
-                hint = " (often the system out of memory: try a smaller global batch)" if -code == signal.SIGKILL else ""
-                return Report(rank, 0.0, 1, f"worker {rank} was killed by {name}{hint}")
-            return Report(rank, 0.0, 1, f"worker {rank} ended with exit code {code} and left no report")
-    if reports:
-        return min(reports, key=lambda report: report.when)
-    return Report(0, 0.0, 1, "the workers ended without saying why")
-
-
-def _suspicion(item: tuple[int, int]) -> tuple[bool, bool, int]:
-    """Killed by a signal before a bare exit code; last of all SIGTERM, which is how elastic ends the others."""
-    rank, code = item
-    return code == -signal.SIGTERM, code >= 0, rank
+    why: str = ""
+    exit_code: int = 0
+    times: int = 0
 
 
 def start_as_worker() -> None:
     """First thing in a process the launcher started: die with the launcher, and at once when asked to."""
-    if REPORTS_VARIABLE not in os.environ:
+    where = folder()
+    if where is None:
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an interrupted import
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a launcher killed with -9 leaves no orphans
         if str(os.getppid()) != os.environ.get(_AGENT_VARIABLE):
             os._exit(1)  # it was already gone
+    report_begun()
+    if read_stop(where):
+        os._exit(STOPPED)  # asked to stop before it began
 
 
-def report_failure(rank: int, error: BaseException) -> bool:
-    """Leave this worker's report for the launcher. False where there is none: the worker then speaks for itself."""
-    folder = os.environ.get(REPORTS_VARIABLE)
-    if folder is None:
-        return False
-    known = isinstance(error, PacelineError)
-    text = str(error) if known else f"worker {rank} failed first: {headline(error)}\n{''.join(traceback.format_exception(error))}"
-    code = error.exit_code if isinstance(error, PacelineError) else 1
-    report = Report(rank, time.time(), code, text.rstrip(), is_lost_contact(error))
-    path = Path(folder) / f"{rank}.json"
+@contextmanager
+def _wish_to_stop() -> Iterator[Wish]:
+    """Note SIGINT, SIGTERM and SIGHUP from here on; off the main thread there is nothing to note."""
+    wish, handlers = Wish(), {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        wish.times += 1
+        if wish.times == 1:
+            wish.exit_code = INTERRUPTED if number == signal.SIGINT else STOPPED
+            wish.why = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup, and background jobs
+                handlers[number] = signal.signal(number, note)
     try:
-        path.with_suffix(".part").write_text(json.dumps(asdict(report)))
-        path.with_suffix(".part").replace(path)
-    except OSError:  # a full disk, or the launcher is gone
-        return False
-    return True
+        yield wish
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
-def report_record(path: Path) -> None:
-    """Tell the launcher where the record is, so that it can close it if this worker cannot."""
-    folder = os.environ.get(REPORTS_VARIABLE)
-    if folder is not None:
-        (Path(folder) / "record").write_text(str(path))
+def _attempt(command: Sequence[str], crew: Crew, config: Config, reports: Path, wish: Wish) -> Outcome:
+    """Start the workers once and wait for their end."""
+    import torch.distributed.launcher.api  # noqa: F401  # here, and not in the thread: Ctrl-C meanwhile is noted
+
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # its news reach the user in our words
+    ended: list[dict[int, int] | Exception] = []
+    with _environment(crew, reports), _impatient():
+        if not wish.why:
+            # In a thread of its own elastic leaves the signals alone, and they reach us even while it waits for other nodes.
+            # A worker's PR_SET_PDEATHSIG is about this thread: it must not end before them, and elastic sees to that.
+            thread = threading.Thread(target=_run_elastic, args=(command, crew, config, ended), name="elastic", daemon=True)
+            thread.start()
+            _wait(thread, config, reports, wish)
+    record = read_record(reports)
+    if wish.why:
+        return Outcome(wish.exit_code, None, record)
+    (end,) = ended
+    if isinstance(end, Exception):
+        if config.nodes == 1 or not is_lost_contact(end):
+            raise end
+        text = f"node {config.node_id} lost contact with the others: {headline(end)}"
+        return Outcome(1, Report(0, time.time(), 1, text, lost_contact=True), record)
+    if not end:
+        return Outcome(0, None, record)
+    report = first_failure(read_reports(reports), end)
+    return Outcome(report.exit_code, report, record)
 
 
-def read_reports(folder: Path) -> list[Report]:
-    """All reports in the folder."""
-    return [Report(**json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+def _run_elastic(command: Sequence[str], crew: Crew, config: Config, ended: list[dict[int, int] | Exception]) -> None:
+    """Let elastic run the workers; `ended` gets the exit codes other than 0 by rank, or the error that kept it from that."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    try:
+        elastic_launch(
+            LaunchConfig(
+                min_nodes=config.nodes,
+                max_nodes=config.nodes,
+                nproc_per_node=crew.workers,
+                max_restarts=0,
+                run_id=uuid.uuid4().hex if config.nodes == 1 else "paceline",
+                **_rendezvous(config),
+            ),
+            sys.executable,
+        )("-m", "paceline", *command)
+        ended.append({})
+    except ChildFailedError as error:
+        ended.append({rank: failure.exitcode for rank, failure in error.failures.items()})
+    except Exception as error:
+        ended.append(error)
 
 
-def headline(error: BaseException) -> str:
-    """The error in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+def _wait(thread: threading.Thread, config: Config, reports: Path, wish: Wish) -> None:
+    """Until the workers have ended: by themselves, or by us when they were asked to stop and did not within their grace."""
+    while thread.is_alive() and not wish.why:
+        thread.join(0.1)
+    if not thread.is_alive():
+        return
+    ask_to_stop(reports, wish.why)
+    # Before rank 0 has a record nobody looks for a wish to stop, and nothing would be lost. Other nodes' launchers have none.
+    begun = read_record(reports) is not None or (config.node_id > 0 and bool(read_begun(reports)))
+    if begun and wish.why == "Ctrl-C" and sys.stderr.isatty():
+        print(STOPPING, file=sys.stderr, flush=True)
+    end = time.monotonic() + (config.grace_s if begun else 0)
+    while thread.is_alive() and wish.times == 1 and time.monotonic() < end:
+        thread.join(0.1)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if thread.is_alive():
+            _signal_workers(reports, number)
+            # Several nodes that have not met yet have no workers, and the thread may wait for the others for very long.
+            thread.join(_KILL_AFTER_S if config.nodes == 1 or read_begun(reports) else 0.5)
 
 
-def is_lost_contact(error: BaseException) -> bool:
-    """Whether this error only says that another worker is gone."""
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        word in text for word in ("closed by peer", "connection reset", "broken pipe", "remote peer", "connection refused")
-    )
+def _signal_workers(reports: Path, number: signal.Signals) -> None:
+    for pid in read_begun(reports):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)  # each leads a session of its own: this reaches its children, too
 
 
-def _record(reports: Path) -> Path | None:
-    path = reports / "record"
-    return Path(path.read_text()) if path.exists() else None
+@contextmanager
+def _environment(crew: Crew, reports: Path) -> Iterator[None]:
+    """What the workers find in their environment; ours is left as it was: elastic and we change it, and a program may go on."""
+    environ = dict(os.environ)
+    os.environ[REPORTS_VARIABLE] = str(reports)
+    os.environ[_AGENT_VARIABLE] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_worker(crew.workers)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if crew.devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(crew.devices)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
+
+
+@contextmanager
+def _impatient() -> Iterator[None]:
+    """Let elastic send SIGKILL 5 s after SIGTERM, and not 30 s: it has a setting for that, but not where a worker failed."""
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    close: Any = PContext.close
+    defaults = close.__defaults__  # of (death_sig, timeout)
+    close.__defaults__ = (None, _KILL_AFTER_S) if defaults == (None, 30) else defaults
+    try:
+        yield
+    finally:
+        close.__defaults__ = defaults
+
+
+def _meet_anew(config: Config) -> None:
+    """Before nodes meet again at the same port: let go of the last meeting's store, and do not take it for the next one's."""
+    if config.node_id == 0:
+        gc.collect()  # elastic's agent, which holds the store, is part of a cycle
+        time.sleep(1)  # long enough for the others to find nobody there
+        return
+    host, _, port = _rendezvous(config)["rdzv_endpoint"].rpartition(":")
+    for _ in range(150):  # 15 s: after that it is the next one already, which node 0 opened before we looked
+        try:
+            socket.create_connection((host, int(port)), timeout=1).close()
+        except OSError:
+            return
+        time.sleep(0.1)
 
 
 def _rendezvous(config: Config) -> dict[str, Any]:
@@ -195,7 +270,11 @@ def _rendezvous(config: Config) -> dict[str, Any]:
     endpoint = config.rendezvous or (f"{address}:{port}" if address and port else "")
     if not endpoint.rpartition(":")[2].isdigit() or not endpoint.rpartition(":")[0]:
         raise UsageError(
-            f"--nodes {config.nodes} needs to know where node 0 is: give --rendezvous HOST:PORT, or set MASTER_ADDR and MASTER_PORT"
+            f"--nodes {config.nodes} needs to know where node 0 is: give --rendezvous HOST:PORT, or set MASTER_ADDR and"
+            " MASTER_PORT"
         )
-    return {"rdzv_backend": "static", "rdzv_endpoint": endpoint, "rdzv_configs": {"rank": config.node_id, "timeout": config.timeout_s}}
-
+    return {
+        "rdzv_backend": "static",
+        "rdzv_endpoint": endpoint,
+        "rdzv_configs": {"rank": config.node_id, "timeout": config.timeout_s},
+    }

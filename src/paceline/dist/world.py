@@ -1,6 +1,7 @@
 """The world: who this worker is, on which device, talking through which backend. One frozen value, made once."""
 
 import fcntl
+import json
 import os
 import socket
 import struct
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,19 @@ class World:
     def barrier(self) -> None:
         """Wait until every worker is here."""
         dist.barrier(device_ids=[self.device.index] if self.backend == "nccl" else None)
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, made of what JSON can say, on every worker. Every worker reaches this."""
+        if self.size == 1:
+            return value
+        text = json.dumps(value).encode() if self.rank == 0 else b""
+        length = torch.tensor(len(text), device=self.device)
+        dist.broadcast(length, 0)
+        data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        if self.rank == 0:
+            data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        dist.broadcast(data, 0)
+        return json.loads(bytes(data.cpu().numpy()))
 
 
 @contextmanager

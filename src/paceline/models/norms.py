@@ -1,13 +1,16 @@
 """The normalisation layers a net can be built with, and over whose samples each takes its statistics.
 
-    batch   the samples this worker has                      Ioffe & Szegedy 2015, arXiv:1502.03167
-    part    fixed-size parts of them ("ghost batch norm")    Hoffer, Hubara & Soudry 2017, arXiv:1705.08741
+    batch   the samples of one pass                          Ioffe & Szegedy 2015, arXiv:1502.03167
+    part    fixed-size cuts of them ("ghost batch norm")     Hoffer, Hubara & Soudry 2017, arXiv:1705.08741
     sync    the samples of all workers                       as torch.nn.SyncBatchNorm, but on any device and backend
     group   one sample, groups of its channels               Wu & He 2018, arXiv:1803.08494
     none    nothing is normalised
 
 `part` keeps the statistics of a small batch while the global batch grows; `sync` does the opposite. The first three hold the
 same parameters and buffers under the same names, so a checkpoint of one loads into another, and evaluate alike.
+
+A pass may hold several parts (what one virtual worker has of a step's batch). `group_batch_norms` makes `batch` take the
+statistics of each part by itself, as `part` always does; `can_group` says whether a whole model can.
 """
 
 import math
@@ -18,7 +21,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from paceline.errors import UsageError
 
 NormKind = Literal["batch", "part", "sync", "group", "none"]
 
@@ -38,90 +44,186 @@ def make_norm(kind: NormKind, channels: int, *, dims: Literal[1, 2], part_size: 
             return nn.Identity()
 
 
+def can_group(model: nn.Module) -> str:
+    """Why parts cannot share a pass of `model`: one reason, naming the first layer to blame; "" where they can."""
+    for name, module in model.named_modules():
+        if reason := _why_not_grouped(module):
+            return f"{name or 'the model'} {reason}"
+    return ""
+
+
+def group_batch_norms(model: nn.Module) -> nn.Module:
+    """Make every plain batch norm of `model` a `PartNorm` that takes a part as one group; returns `model`.
+
+    The modules change their class and stay the same objects, as in torch's parametrisations: parameters, buffers, hooks and
+    every reference to them (a shared layer, an optimizer, the root itself) stay good. A layer that `can_group` would name is
+    left as it is.
+    """
+    for module in model.modules():
+        if type(module) in _PLAIN and not _why_not_grouped(module):
+            module.__class__ = PartNorm
+    return model
+
+
 class PartNorm(_BatchNorm):
-    """Batch norm whose training statistics are those of parts of the batch, not of all of it.
+    """Batch norm whose training statistics are those of each part of the batch, and not of all of it.
 
-    A batch of n is cut into ceil(n / part_size) parts whose sizes differ by at most one. **Sample i belongs to part i mod
-    parts**: of 96 samples with `part_size` 32, part 0 is samples 0, 3, 6 ... Dealt out like cards, equal parts are a view of
-    the batch with the parts folded into the channels, (n / parts, parts * channels, ...), so one native call does them all
-    with no copy; a channels-last batch is copied. Parts of unequal size take one call each.
+    Two cuts, both dealt out like cards. The pass holds `parts` parts of equal size, set from outside before it: **sample i
+    belongs to part i mod parts**. With a `part_size` each part of m samples is cut again, into ceil(m / part_size) *ghosts*
+    whose sizes differ by at most one: sample j of the part belongs to ghost j mod ghosts. With None a part is one group, and
+    the layer is the plain batch norm of each part. Equal groups are a view of the batch with the groups folded into the
+    channels, (n / groups, groups * channels, ...), so one native call does them all with no copy; a channels-last batch is
+    copied. Ghosts of unequal size, and parts with momentum None that have seen unequal numbers of passes, take one call each.
 
-    Running statistics move once a forward pass, to the mean over the parts of what each part alone would have made of them. A
-    part with a single value a channel has no variance: it is normalised with the running statistics and does not move them.
+    Running statistics are a row of `channels` a part: whoever sets `parts` = g > 1 puts (g, channels), contiguous, in the place
+    of `running_mean` and `running_var`, and (g,) in that of `num_batches_tracked`; and puts one row back before evaluation.
+    Row p moves to what part p alone would have made of it; with ghosts, to the mean over them of what each alone would have.
+    Where there is one row for many parts, it moves once, to the mean over the parts.
+
+    A ghost with a single value a channel has no variance: it is normalised with the running statistics and does not move them.
+    Without a `part_size` or without running statistics torch refuses it, as it does in plain batch norm.
     """
 
-    running_mean: Tensor
-    running_var: Tensor
-    num_batches_tracked: Tensor
+    # On the class, because `group_batch_norms` runs no constructor.
+    part_size: int | None = None
+    """The most samples of a ghost; None: a part is one group."""
+    parts: int = 1
+    """How many parts are dealt out in the batch of the next training pass."""
+    samples: int | None = None
+    """How many samples that pass has in all, to check that there is one row a sample; None: not checked."""
 
-    def __init__(self, channels: int, part_size: int) -> None:
-        super().__init__(channels)
-        if part_size < 1:
+    def __init__(
+        self,
+        channels: int,
+        part_size: int | None,
+        *,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:
+        super().__init__(channels, eps, momentum, affine, track_running_stats)
+        if part_size is not None and part_size < 1:
             raise ValueError(f"part_size is {part_size}, must be 1 or more")
         self.part_size = part_size
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
+        if not self.training or (self.parts == 1 and self.part_size is None):
             return super().forward(input)
-        n = len(input)
-        values_per_sample = math.prod(input.shape[2:])
-        parts = max(1, math.ceil(n / self.part_size))
-        if math.ceil(n / parts) * values_per_sample <= 1:
-            return self._normalise_by_running(input)
-        self.num_batches_tracked.add_(1)
-        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        if n % parts == 0:
-            output, means, variances = self._normalise_equal(input, parts, momentum)
-        else:
-            output, means, variances = self._normalise_unequal(input, parts, momentum)
-        self.running_mean.copy_(means.mean(0))
-        self.running_var.copy_(variances.mean(0))
+        self._check_input_dim(input)
+        self._check_parts(input)
+        own = self._running_rows()
+        assert not own or len(own[0]) in (1, self.parts), f"{len(own[0])} rows of running statistics for {self.parts} parts"
+        if own and self._all_single(input):
+            return self._normalise_by_running(input, own)
+        rows = own if own and len(own[0]) == self.parts else [row.repeat(self.parts, 1) for row in own]
+        output = self._normalise(input, rows, self._count_pass())
+        if rows is not own:
+            for row, moved in zip(own, rows, strict=True):
+                row.copy_(moved.mean(0))
         return output
 
     def extra_repr(self) -> str:
-        return f"{self.num_features}, part_size={self.part_size}, eps={self.eps}, momentum={self.momentum}"
+        return f"{super().extra_repr()}, part_size={self.part_size}"  # type: ignore[no-untyped-call]
 
     def _check_input_dim(self, input: Tensor) -> None:
         _check_at_least_2d(input)
 
-    def _normalise_equal(self, input: Tensor, parts: int, momentum: float) -> tuple[Tensor, Tensor, Tensor]:
-        """The output, and the running mean and variance (parts, channels) that each part alone would have left."""
-        n, channels, *sides = input.shape
-        # Copies: autograd keeps them for the backward pass, by when the layer's own have moved on.
-        mean, variance = self.running_mean.repeat(parts), self.running_var.repeat(parts)
-        # One part stays as it is: a reshape of one channels-last sample has strides that read as either layout, for which the
-        # backward pass of torch 2.13 on CPUs returns wrong gradients.
+    def _check_parts(self, input: Tensor) -> None:
+        n = len(input)
+        if self.parts == 1 or (n % self.parts == 0 and self.samples in (None, n)):
+            return
+        expected = f"{self.parts} equal parts" if self.samples is None else f"{self.samples} samples"
+        raise UsageError(
+            f"a batch norm of {self.num_features} channels was given {n} rows in a pass of {expected}: it normalises rows that "
+            f"are not one a sample, so the {self.parts} parts cannot be told apart; use --parts-at-once 1"
+        )
+
+    def _running_rows(self) -> list[Tensor]:
+        """Views (rows, channels) of the running mean and the running variance; empty where none are kept."""
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return []
+        return [self.running_mean.view(-1, self.num_features), self.running_var.view(-1, self.num_features)]
+
+    def _ghosts(self, samples: int) -> int:
+        return 1 if self.part_size is None else max(1, math.ceil(samples / self.part_size))
+
+    def _all_single(self, input: Tensor) -> bool:
+        """Whether no ghost has more than one value a channel."""
+        samples = len(input) // self.parts
+        most = math.ceil(samples / self._ghosts(samples))
+        return self.part_size is not None and most * math.prod(input.shape[2:]) <= 1
+
+    def _count_pass(self) -> list[float]:
+        """Count this pass and return the momentum of each part in it."""
+        if not self.track_running_stats or self.num_batches_tracked is None:
+            return [self.momentum or 0.0] * self.parts
+        self.num_batches_tracked.add_(1)
+        if self.momentum is not None:
+            return [self.momentum] * self.parts
+        momenta = [1.0 / count for count in self.num_batches_tracked.view(-1).tolist()]
+        return momenta if len(momenta) == self.parts else momenta * self.parts
+
+    def _normalise(self, input: Tensor, rows: list[Tensor], momenta: list[float]) -> Tensor:
+        """The output of len(momenta) parts dealt out in `input`; moves `rows`, one a part, in place."""
+        parts = len(momenta)
+        samples = len(input) // parts
+        ghosts = self._ghosts(samples)
+        if parts > 1 and (samples % ghosts or len(set(momenta)) > 1):
+            outputs = [  # contiguous, because torch rounds otherwise where a batch has gaps
+                self._normalise(input[part::parts].contiguous(), [row[part : part + 1] for row in rows], [momentum])
+                for part, momentum in enumerate(momenta)
+            ]
+            return torch.stack(outputs, dim=1).flatten(0, 1)
+        if self.part_size is None:
+            return self._normalise_equal(input, parts, rows, momenta[0])
+        if samples % ghosts:
+            output, moved = self._normalise_unequal(input, ghosts, rows, momenta[0])
+        else:
+            # Copies: autograd keeps what it is given for the backward pass, and copy_ below marks the rows as changed.
+            moved = [row.repeat(ghosts, 1) for row in rows]
+            output = self._normalise_equal(input, parts * ghosts, moved, momenta[0])
+        for row, each in zip(rows, moved, strict=True):
+            row.copy_(each.view(-1, *row.shape).mean(0))  # (ghosts, parts, channels)
+        return output
+
+    def _normalise_equal(self, input: Tensor, groups: int, rows: list[Tensor], momentum: float) -> Tensor:
+        """The output of one native call, which moves `rows`, one a group, in place."""
+        mean, variance = [row.view(-1) for row in rows] or (None, None)
         output = F.batch_norm(
-            input if parts == 1 else input.contiguous().view(n // parts, parts * channels, *sides),
+            _fold(input, groups),
             mean,
             variance,
-            self.weight.repeat(parts),
-            self.bias.repeat(parts),
+            _tile(self.weight, groups),
+            _tile(self.bias, groups),
             training=True,
             momentum=momentum,
             eps=self.eps,
         )
-        if parts > 1:
-            output = output.view(input.shape)
-        return output, mean.view(parts, channels), variance.view(parts, channels)
+        return output.view(input.shape) if groups > 1 else output
 
-    def _normalise_unequal(self, input: Tensor, parts: int, momentum: float) -> tuple[Tensor, Tensor, Tensor]:
-        outputs, means, variances = [], [], []
-        for part in range(parts):
-            samples = input[part::parts]
-            if samples[:, 0].numel() == 1:
-                outputs.append(self._normalise_by_running(samples))
+    def _normalise_unequal(
+        self, input: Tensor, ghosts: int, rows: list[Tensor], momentum: float
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The output of one part, and the rows that each of its ghosts with more than one value a channel alone would leave."""
+        outputs, moved = [], []
+        for ghost in range(ghosts):
+            samples = input[ghost::ghosts]
+            if rows and samples[:, 0].numel() == 1:
+                outputs.append(self._normalise_by_running(samples, rows))
                 continue
-            output, mean, variance = self._normalise_equal(samples, 1, momentum)
-            outputs.append(output)
-            means.append(mean)
-            variances.append(variance)
-        dealt = torch.cat([torch.arange(part, len(input), parts, device=input.device) for part in range(parts)])
-        return torch.cat(outputs)[dealt.argsort()], torch.cat(means), torch.cat(variances)
+            left = [row.clone() for row in rows]
+            outputs.append(self._normalise_equal(samples, 1, left, momentum))
+            moved.append(left)
+        dealt = torch.cat([torch.arange(ghost, len(input), ghosts, device=input.device) for ghost in range(ghosts)])
+        return torch.cat(outputs)[dealt.argsort()], [torch.cat(each) for each in zip(*moved, strict=True)]
 
-    def _normalise_by_running(self, input: Tensor) -> Tensor:
-        mean, variance = self.running_mean.clone(), self.running_var.clone()
-        return F.batch_norm(input, mean, variance, self.weight, self.bias, training=False, eps=self.eps)
+    def _normalise_by_running(self, input: Tensor, rows: list[Tensor]) -> Tensor:
+        groups = len(rows[0])
+        mean, variance = [row.flatten().clone() for row in rows]
+        weight, bias = _tile(self.weight, groups), _tile(self.bias, groups)
+        output = F.batch_norm(_fold(input, groups), mean, variance, weight, bias, training=False, eps=self.eps)
+        return output.view(input.shape)
 
 
 class SyncNorm(_BatchNorm):
@@ -165,6 +267,39 @@ class SyncNorm(_BatchNorm):
         share = ((count > 1) * momentum).to(self.running_mean.dtype)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_((squares / (count - 1).clamp(min=1)).to(self.running_var.dtype), share)
+
+
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def _why_not_grouped(module: nn.Module) -> str:
+    kind = f"is a {type(module).__name__}"
+    match module:
+        case nn.SyncBatchNorm() | SyncNorm():
+            return f"{kind}, which takes its statistics over all workers"
+        case _InstanceNorm():
+            return f"{kind} with running statistics" if module.track_running_stats else ""
+        case _NormBase() if type(module) not in (*_PLAIN, PartNorm):
+            return kind
+        case _NormBase() if "forward" in vars(module):  # set on the object: it would hide PartNorm's
+            return f"{kind} with a forward of its own"
+    return ""
+
+
+def _fold(input: Tensor, groups: int) -> Tensor:
+    """(n, channels, ...) as (n / groups, groups * channels, ...).
+
+    One group stays as it is: a reshape of one channels-last sample has strides that read as either layout, for which the
+    backward pass of torch 2.13 on CPUs returns wrong gradients.
+    """
+    if groups == 1:
+        return input
+    n, channels, *sides = input.shape
+    return input.contiguous().view(n // groups, groups * channels, *sides)
+
+
+def _tile(per_channel: Tensor | None, groups: int) -> Tensor | None:
+    return per_channel if per_channel is None or groups == 1 else per_channel.repeat(groups)
 
 
 class _NormaliseSynced(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """Put a run together: data, model, optimizer, step. What each worker needs before the first step."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,16 +13,20 @@ from paceline.config import Config
 from paceline.data.keys import key, seed_all, seed_sample
 from paceline.data.loaders import Arrays, Loader, Resident, make_loader
 from paceline.data.sampler import Sampler
-from paceline.dist.agree import check_agreement
+from paceline.dist.agree import check_agreement, fingerprints
 from paceline.dist.world import World
 from paceline.errors import UsageError
+from paceline.models.norms import group_batch_norms
 from paceline.optim import make_optimizer
 from paceline.training.contract import Contract, make_contract, plan_run
+from paceline.training.exact import same_bits
+from paceline.training.parts import Grouping, choose_grouping, deal_parts
 from paceline.training.step import Step
 from paceline.training.task import Task
 
 _INIT, _DATA = 0x1217, 0xDA7A  # keep the numbers that make models and data apart from those of step 0
 _SAME_DATA = "the task must make the same data in every worker"
+_SAME_MODEL = "the task must make the same model in every worker; torch, numpy and random are seeded before it is called"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,21 +36,43 @@ class Run:
     config: Config
     world: World
     sampler: Sampler
+    grouping: Grouping
     step: Step
     train: Loader
     validation: Loader
     validation_samples: int
+    data_sha256: str
+    """Of both data sets: what a resumed run must find again."""
     contract: Contract
 
 
 def build(task: Task, config: Config, world: World) -> Run:
     """Load the data, make the model, work out the contract. Every worker reaches this."""
-    train, validation = _load(task, config, world)
+    with same_bits(config):
+        return _build(task, config, world)
+
+
+def _build(task: Task, config: Config, world: World) -> Run:
+    train, validation, data_sha256 = _load(task, config, world)
     sampler, schedule = plan_run(config, world, _count(train))
     seed_all(key(config.seed, _INIT))
     model = (task.model() if task.model else _model(config, task, train)).to(world.device)
-    optimizer = make_optimizer(model, config)
-    step = Step(model=model, optimizer=optimizer, schedule=schedule, objective=task.objective, world=world, config=config)
+    grouping = choose_grouping(model, config, sampler.parts, world.size)
+    exact = config.reduce == "exact"
+    if exact:  # DDP would give everyone rank 0's
+        check_agreement(dict(model.state_dict()), world, "about the untrained model", _SAME_MODEL)
+    if grouping.at_once > 1:
+        model = group_batch_norms(model)
+    step = Step(
+        model=model,
+        optimizer=make_optimizer(model, config),
+        schedule=schedule,
+        objective=task.objective,
+        world=world,
+        config=config,
+        parts=sampler.parts,
+        groups=deal_parts(sampler.parts, world.size, world.rank, grouping.at_once, whole_groups=exact),
+    )
     loaders = [
         make_loader(data, config.loader, task.prepare, world.device, config.loader_workers, config.seed)
         for data in (train, validation)
@@ -58,29 +85,35 @@ def build(task: Task, config: Config, world: World) -> Run:
         "train_samples": _count(train),
         "validation_samples": _count(validation),
         "loader": "on the device" if isinstance(loaders[0], Resident) else "streamed",
+        "parts": grouping.why,
         "record": "none",
     }
     return Run(
         config=config,
         world=world,
         sampler=sampler,
+        grouping=grouping,
         step=step,
         train=loaders[0],
         validation=loaders[1],
         validation_samples=_count(validation),
+        data_sha256=data_sha256,
         contract=make_contract(config, world, sampler, schedule, about),
     )
 
 
-def _load(task: Task, config: Config, world: World) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any]]:
-    """Both data sets. A node's first worker goes first: it may have to fetch them, and the others then find them there."""
+def _load(task: Task, config: Config, world: World) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any], str]:
+    """Both data sets, and a hash of them. A node's first worker goes first: it may have to fetch them for the others."""
     if world.local_rank == 0:
         train, validation = _make(task, config)
     world.barrier()
     if world.local_rank != 0:
         train, validation = _make(task, config)
+    digest = hashlib.sha256()
     for data, which in ((train, "training"), (validation, "validation")):
-        check_agreement(_facts(data), world, f"about the {which} data", _SAME_DATA)
+        facts = _facts(data)
+        check_agreement(facts, world, f"about the {which} data", _SAME_DATA)
+        digest.update(fingerprints(facts.values()).numpy().tobytes())
     if config.train_samples:
         if not isinstance(train, Arrays):
             raise UsageError("--train-samples needs data held in Arrays; cut your Dataset with torch.utils.data.Subset instead")
@@ -88,7 +121,7 @@ def _load(task: Task, config: Config, world: World) -> tuple[Arrays | Dataset[An
     for data, which in ((train, "training"), (validation, "validation")):
         if not _count(data):
             raise UsageError(f"task {task.name}: its {which} data is empty")
-    return train, validation
+    return train, validation, digest.hexdigest()
 
 
 def _make(task: Task, config: Config) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any]]:

@@ -6,6 +6,7 @@ from typing import Any
 from paceline.config import Config
 from paceline.data.sampler import Sampler
 from paceline.dist.world import World, describe_devices
+from paceline.errors import UsageError
 from paceline.optim.schedules import Schedule, make_schedule
 
 
@@ -21,6 +22,9 @@ class Contract:
     validation_samples: int
     workers: int
     virtual_workers: int
+    parts: str
+    """How a worker runs its parts: together, in turn, and why."""
+    reduce: str
     nodes: int
     launcher: str
     devices: str
@@ -43,25 +47,31 @@ class Contract:
     seed: int
     loader: str
     record: str
+    resumed_at: int | None = None
+    """The step a resumed run goes on from."""
 
     def lines(self) -> list[tuple[str, str]]:
-        """(what, how much) for the eye."""
+        """(what, how much) for the eye; of a resumed run only what may have changed."""
         parts = "1 part" if self.virtual_workers == 1 else f"{self.virtual_workers} parts"
         accumulate = f", each in {self.accumulate} micro-batches" if self.accumulate > 1 else ""
-        return [
+        lines = [
             ("task", f"{self.task}: {self.train_samples:,} training and {self.validation_samples:,} validation samples"),
             ("data", f"{self.data} ({self.loader})"),
             ("model", f"{self.model}, {self.parameters:,} parameters"),
             ("reference", f"batch {self.reference_batch} at lr {self.base_lr:g}"),
-            ("workers", f"P = {self.workers} (V = {parts}), {self.launcher}, {self.nodes} node(s)"),
+            ("workers", f"P = {self.workers} (V = {parts}, {self.parts}), {self.launcher}, {self.nodes} node(s)"),
             ("global batch", f"{self.global_batch} = {parts} of {self.part_batch}{accumulate}"),
             ("scale", f"k = {self.k:g}, rule {self.lr_rule}: peak lr {self.peak_lr:g}"),
             ("optimizer", f"{self.optimizer}, {self.schedule}, warm-up {self.warmup}"),
             ("steps", f"{self.steps_per_epoch} an epoch, {self.epochs} epochs, {self.total_steps:,} in all"),
-            ("device", f"{self.devices}, backend {self.backend}, {self.precision}"),
+            ("device", f"{self.devices}, backend {self.backend}, {self.precision}, reduce {self.reduce}"),
             ("seed", str(self.seed)),
             ("record", self.record),
         ]
+        if self.resumed_at is None:
+            return lines
+        resumed = f"{self.record}, from step {self.resumed_at} of {self.total_steps:,}"
+        return [("resumed", resumed), *(line for line in lines if line[0] in ("workers", "device"))]
 
     def as_dict(self) -> dict[str, Any]:
         """For the record."""
@@ -70,8 +80,10 @@ class Contract:
 
 def plan_run(config: Config, world: World, samples: int) -> tuple[Sampler, Schedule]:
     """The steps and the learning rates that follow from the configuration, the number of workers and of samples."""
-    global_batch = config.global_batch or config.reference_batch * world.size
-    sampler = Sampler(samples, global_batch, world.size, config.seed)
+    parts = config.virtual_workers or world.size
+    check_parts(parts, world.size)
+    global_batch = config.global_batch or config.reference_batch * parts
+    sampler = Sampler(samples, global_batch, parts, config.seed)
     total = config.epochs * sampler.steps
     schedule = make_schedule(
         config,
@@ -80,6 +92,14 @@ def plan_run(config: Config, world: World, samples: int) -> tuple[Sampler, Sched
         total_steps=min(total, config.max_steps or total),
     )
     return sampler, schedule
+
+
+def check_parts(parts: int, workers: int) -> None:
+    """Every worker computes at least one part."""
+    if workers > parts:
+        raise UsageError(
+            f"{workers} workers for {parts} virtual worker(s): use at most {parts} workers, or more virtual workers"
+        )
 
 
 def make_contract(config: Config, world: World, sampler: Sampler, schedule: Schedule, about: dict[str, Any]) -> Contract:
@@ -92,6 +112,7 @@ def make_contract(config: Config, world: World, sampler: Sampler, schedule: Sche
     return Contract(
         workers=world.size,
         virtual_workers=sampler.parts,
+        reduce=config.reduce,
         nodes=world.nodes,
         launcher={"alone": "in this process", "paceline": "started here"}.get(world.launcher, f"by {world.launcher}"),
         devices=describe_devices(world),

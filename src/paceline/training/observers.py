@@ -4,7 +4,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import nn
@@ -35,11 +35,32 @@ class Result:
     record: str = ""
 
 
+@dataclass
+class Rows:
+    """Means over the steps since the last row."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    count: int = 0
+
+    def add(self, metrics: Mapping[str, float], every: int, last: bool) -> Row | None:
+        """Add a step; a row when `every` of them are together or it is the last of its epoch."""
+        self.sums = {name: self.sums.get(name, 0.0) + value for name, value in metrics.items()}
+        self.count += 1
+        if self.count < every and not last:
+            return None
+        means = {name: total / self.count for name, total in self.sums.items()}
+        self.sums, self.count = {}, 0
+        return means
+
+
 class Observer(Protocol):
     """What the loop tells those who watch."""
 
     def start(self, contract: Contract) -> None:
         """Before the first step."""
+
+    def say(self, text: str) -> None:
+        """What the user should know, in a line."""
 
     def step(self, row: Row) -> None:
         """Every `log_every` steps."""
@@ -54,19 +75,31 @@ class Observer(Protocol):
 class Recorder:
     """Writes the record."""
 
-    def __init__(self, record: Record, config: Config) -> None:
-        self._record, self._config = record, config
+    def __init__(self, record: Record, config: Config, task: str) -> None:
+        self._record, self._config, self._task = record, config, task
 
     def start(self, contract: Contract) -> None:
+        if contract.resumed_at is not None:
+            self._record.resume(contract.resumed_at, {**environment(), "contract": contract.as_dict()})
+            return
         # The numbers that were left to follow from the world are written out, so that the recipe repeats this run elsewhere.
-        resolved = replace(self._config, workers=contract.workers // contract.nodes, global_batch=contract.global_batch)
+        resolved = replace(
+            self._config,
+            workers=contract.workers // contract.nodes,
+            virtual_workers=contract.virtual_workers,
+            global_batch=contract.global_batch,
+            resume="",
+        )
         try:
             self._record.write("config.toml", f"# paceline train {contract.task} --recipe THIS_FILE\n{to_toml(resolved)}")
-            about = {**environment(), "contract": contract.as_dict()}
+            about = {**environment(), "task": self._task, "contract": contract.as_dict()}
             self._record.write("environment.json", json.dumps(about, indent=2) + "\n")
         except RecordError:
             self._record.discard()
             raise
+
+    def say(self, text: str) -> None:
+        self._record.row({"kind": "note", "text": text})
 
     def step(self, row: Row) -> None:
         self._record.row({"kind": "step", **row})
@@ -122,6 +155,9 @@ class Printer:
             print(f"{what:>{width}}  {text}")
         sys.stdout.flush()
 
+    def say(self, text: str) -> None:
+        self._line(f"note: {text}")
+
     def step(self, row: Row) -> None:
         if not self._terminal:
             return
@@ -173,6 +209,9 @@ class TensorBoard:
 
     def start(self, contract: Contract) -> None:
         self._writer.add_text("contract", "\n".join(f"    {what}: {text}" for what, text in contract.lines()))
+
+    def say(self, text: str) -> None:
+        pass
 
     def step(self, row: Row) -> None:
         for name in ("loss", "lr"):

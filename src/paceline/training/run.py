@@ -1,27 +1,41 @@
-"""`paceline train` and `paceline.train`: here, or as N workers started from here."""
+"""`paceline train` and `paceline.train`: here, or as N workers started from here; from the start, or from a checkpoint."""
 
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, make_config, to_flags
+from paceline.config import Config, make_config, read_recipe, to_flags
 from paceline.data.sampler import check_divides
-from paceline.dist.launch import INTERRUPTED, Outcome, launch, report_record
-from paceline.dist.place import check_workers, read_place
+from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, launch
+from paceline.dist.place import Place, check_workers, read_place
+from paceline.dist.reports import report_record
+from paceline.dist.watch import Watch
 from paceline.dist.world import World, world
-from paceline.errors import PacelineError, UsageError
-from paceline.records import Record, close_cut_short, read_result
+from paceline.errors import PacelineError, Stopped, UsageError
+from paceline.records import Record, close_cut_short, find_unfinished, read_result
 from paceline.training import tasks
-from paceline.training.build import build
+from paceline.training.build import Run, build
+from paceline.training.contract import check_parts
+from paceline.training.keeper import FOLDER, Keeper
 from paceline.training.loop import fit
 from paceline.training.observers import Observer, Printer, Recorder, Result, TensorBoard, check_tensorboard
 from paceline.training.task import Task
 
-WHERE = ("workers", "nodes", "node_id", "rendezvous", "timeout_s", "global_batch")
+WHERE = (
+    *("workers", "nodes", "node_id", "rendezvous", "backend", "timeout_s", "max_restarts", "min_workers", "grace_s"),
+    *("virtual_workers", "global_batch", "runs_dir", "name", "resume"),
+)
 """The options a launcher must know; all others wait for the task's own defaults."""
+
+_NOT_RESUMED = ("nodes", "node_id", "rendezvous", "backend", "max_restarts", "min_workers", "runs_dir", "name", "resume")
+"""Options that a resumed run does not take from the record it goes on with."""
+
+_AFTER_WATCH_S = 10.0
+"""The backend gives up on a silent worker so much later than the watch, which can say who hangs and where."""
 
 
 class WorkerFailed(PacelineError):
@@ -43,39 +57,118 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
         if options:
             raise UsageError("give a Config or options, not both")
         options = {name: value for name, value in vars(config).items() if value is not None}
-    where = make_config({name: value for name, value in options.items() if name in WHERE})
     place = read_place()
+    if place.restarts:
+        options.setdefault("resume", "auto")  # torchrun started this worker again: it goes on
+    where = _where(options)
     check_workers(place, where.workers)
+    if place.launcher != "alone":
+        return _train_here(task, options, place)
+    if where.resume:
+        record = find_record(task, where)
+        if record is not None and (ended := _ended(record)) is not None:
+            return ended
+        options = {**_recorded(record, place), **options, "resume": str(record or "")}
+        where = _where(options)
     workers = (where.workers or 1) * where.nodes
-    if place.launcher != "alone" or workers == 1:
-        return _train_here(task, options)
+    check_parts(where.virtual_workers or workers, workers)
+    if where.global_batch is not None:
+        check_divides(where.global_batch, where.virtual_workers or workers)
+    if workers == 1 and not where.max_restarts:
+        return _train_here(task, options, place)
     if isinstance(task, Task):
         raise UsageError(
-            f"{workers} workers cannot be started for a Task object: give its file or module:function, or start this program"
-            f" with torchrun --nproc-per-node {where.workers}"
+            f"{workers} worker(s) cannot be started for a Task object: give its file or module:function, or start this program"
+            f" with torchrun --nproc-per-node {where.workers or 1}"
         )
     tasks.check(task, options)
-    if where.global_batch is not None:
-        check_divides(where.global_batch, workers)
     return _train_there(task, options, where)
 
 
-def _train_here(task: str | Task, options: Mapping[str, Any]) -> Result:
+def find_record(task: str | Task, config: Config) -> Path | None:
+    """The record `--resume` means, or None where there is none to go on with."""
+    runs = Path(config.runs_dir)
+    if config.resume == "auto":
+        if config.name:
+            return runs / config.name if (runs / config.name / "metrics.jsonl").exists() else None
+        return find_unfinished(runs, task.name if isinstance(task, Task) else task)
+    for path in (Path(config.resume), runs / config.resume):
+        if (path / "metrics.jsonl").exists():
+            return path
+    raise UsageError(f"--resume {config.resume}: there is no record of that name, here or in {runs}")
+
+
+def _where(options: Mapping[str, Any]) -> Config:
+    return make_config({name: value for name, value in options.items() if name in WHERE})
+
+
+def _ended(record: Path) -> Result | None:
+    """The result of a record that came to its end; None for one that can go on."""
+    if not (record / "result.json").exists():
+        return None
+    result = Result(**read_result(record))
+    if result.status == "diverged":
+        raise UsageError(f"--resume: {record} diverged, and would do so again: start a new run with other options")
+    if result.status not in ("done", "target reached"):
+        return None
+    print(f"{record} is already done: model {result.model_sha256[:16]}", flush=True)
+    return result
+
+
+def _recorded(record: Path | None, place: Place) -> dict[str, Any]:
+    """The options of a record: what a resumed run does unless it is told otherwise."""
+    if record is None or not (record / "config.toml").exists():
+        return {}
+    taken = _NOT_RESUMED if place.launcher == "alone" else (*_NOT_RESUMED, "workers")
+    return {name: value for name, value in read_recipe(str(record / "config.toml")).items() if name not in taken}
+
+
+def _train_here(task: str | Task, options: Mapping[str, Any], place: Place) -> Result:
     """As one worker of whatever world this process is in."""
-    if isinstance(task, Task):
-        config = tasks.configure(task, options)
-    else:
-        task, config = tasks.resolve(task, options)
-    with world(config.backend, config.timeout_s) as here:
+    given = task if isinstance(task, str) else task.name
+    where = _where(options)
+    with world(where.backend, where.timeout_s + _AFTER_WATCH_S) as here:
+        record = None
+        if where.resume:  # rank 0 alone looks: the others need not reach the folder
+            found = find_record(task, where) if here.speaks else None
+            if found is not None and (ended := _ended(found)) is not None:
+                here.share({"ended": vars(ended)})
+                return ended
+            told = here.share({"record": str(found), "options": _recorded(found, place)} if found else {})
+            if "ended" in told:
+                return Result(**told["ended"])
+            if told:
+                record, options = Path(told["record"]), {**told["options"], **options}
+            elif here.speaks:
+                print(f"nothing to resume in {where.runs_dir}: this run starts anew", flush=True)
+        if isinstance(task, Task):
+            config = tasks.configure(task, options)
+        else:
+            task, config = tasks.resolve(task, options)
         if config.tracker == "tensorboard":
             check_tensorboard()
         run = build(task, config, here)
-        if not here.speaks:
-            return fit(run, ())
-        record = Record(config.runs_dir, config.name or f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        report_record(record.path.resolve())
-        run = replace(run, contract=replace(run.contract, record=str(record.path)))
-        return fit(run, _observers(config, task, record, here))
+        with Watch(here.rank, config.timeout_s, config.grace_s) as watch:
+            if not here.speaks:
+                return fit(run, (), Keeper(run, resumes=record is not None), watch)
+            return _speak(run, task, given, record, watch)
+
+
+def _speak(run: Run, task: Task, given: str, old: Path | None, watch: Watch) -> Result:
+    """As rank 0, which prints and writes the record."""
+    config = run.config
+    name = config.name or f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    record = Record.reopen(old) if old is not None else Record(config.runs_dir, name)
+    report_record(record.path.resolve())
+    run = replace(run, contract=replace(run.contract, record=str(record.path)))
+    observers = _observers(config, task, given, record, run.world)
+
+    def say(text: str) -> None:
+        for observer in observers:
+            with suppress(PacelineError):  # said by the writer of checkpoints, perhaps because the disk is full
+                observer.say(text)
+
+    return fit(run, observers, Keeper(run, record.path / FOLDER, say, old is not None), watch)
 
 
 def _train_there(task: str, options: Mapping[str, Any], where: Config) -> Result:
@@ -88,21 +181,30 @@ def _train_there(task: str, options: Mapping[str, Any], where: Config) -> Result
     with suppress(OSError, ValueError):  # a full disk must not hide what happened
         _close(outcome)
     if outcome.report is None:
-        raise KeyboardInterrupt
+        raise _stopped(outcome)
     raise WorkerFailed(outcome.report.text, outcome.exit_code)
+
+
+def _stopped(outcome: Outcome) -> Stopped:
+    """What rank 0 said when it stopped as it was asked to, or that it could not."""
+    why = "Ctrl-C" if outcome.exit_code == INTERRUPTED else "SIGTERM"
+    text = ""
+    with suppress(PacelineError):
+        text = str(read_result(outcome.record)["why"]) if outcome.record else f"stopped by {why} before the run began"
+    return Stopped(text or f"stopped by {why}", why)
 
 
 def _close(outcome: Outcome) -> None:
     if outcome.record is not None:
-        interrupted = outcome.exit_code == INTERRUPTED
-        why = "interrupted" if interrupted or outcome.report is None else outcome.report.text
-        close_cut_short(outcome.record, "interrupted" if interrupted else "failed", why)
+        stopped = outcome.exit_code in (INTERRUPTED, STOPPED)
+        why = outcome.report.text if outcome.report is not None else "stopped before a checkpoint could be written"
+        close_cut_short(outcome.record, "interrupted" if stopped else "failed", why)
 
 
-def _observers(config: Config, task: Task, record: Record, here: World) -> list[Observer]:
+def _observers(config: Config, task: Task, given: str, record: Record, here: World) -> list[Observer]:
     # srun and mpirun may give their tasks a terminal of their own even where what they pass on goes to a file.
     terminal = sys.stdout.isatty() and here.launcher not in ("srun", "mpirun")
-    observers: list[Observer] = [Recorder(record, config), Printer(task.unit, terminal)]
+    observers: list[Observer] = [Recorder(record, config, given), Printer(task.unit, terminal)]
     if config.tracker == "tensorboard":
         observers.append(TensorBoard(str(record.path)))
     return observers

@@ -1,13 +1,14 @@
-"""One step: forward and backward over this worker's part, DDP's averaging, the optimizer. And the meter that reads it without
+"""One step: forward and backward over this worker's parts, the reduction, the optimizer. And the meter that reads it without
 waiting.
 
-Weighting: a step of R samples must move along the mean of R sample gradients, however they are spread. A worker with n of them
-scales its mean loss by n * P / R; DDP then takes the mean over the P workers, and every sample weighs 1 / R.
+Weighting: a step of R samples must move along the mean of R sample gradients, however they are spread. A pass over n of them
+scales its mean loss by n / R, and the exact reducer adds all passes up; DDP takes the mean over P workers instead, so there
+the factor is n * P / R.
 """
 
 import inspect
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -17,57 +18,129 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.config import Config
-from paceline.data.keys import key, seed_all
 from paceline.data.loaders import Batch
+from paceline.dist.reduce import ExactReducer
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim.schedules import Schedule
+from paceline.training.parts import Pass, Statistics
 from paceline.training.task import Objective
 
 MOST_METRICS = 16
+WISHES = 2  # to write a checkpoint, to stop: they ride with the metrics, so that all workers learn of them at the same step
 
 
 class Step:
     """Everything a step needs, put together once."""
 
     def __init__(
-        self, *, model: nn.Module, optimizer: Optimizer, schedule: Schedule, objective: Objective, world: World, config: Config
+        self,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        objective: Objective,
+        world: World,
+        config: Config,
+        parts: int,
+        groups: Sequence[range],
     ) -> None:
         self.model, self.world, self.schedule = model, world, schedule
-        self.objective, self.config = objective, config
-        self._optimizer = optimizer
+        self.objective, self.config, self.optimizer = objective, config, optimizer
+        self.groups, self.statistics = groups, Statistics(model, groups, parts)
         self._carrier = _Carrier(model).to(world.device)
-        self._wrapped = _wrap(self._carrier, world)
+        exact = config.reduce == "exact"
+        self._wrapped: Any = self._carrier if exact else _wrap(self._carrier, world)
+        self._reducer = _Reducer(self._carrier, parts) if exact else None
+        self._scale = 1 if exact else world.size
         self._view = cast(nn.Module, _View(self._wrapped, model))
         self.metrics: tuple[str, ...] = ()
+        """What the objective reports, loss first: known from the first pass, or from a checkpoint."""
+        self._looked = False
+        self.mark: Callable[[int, str], None] = lambda step, phase: None
+        """Told where in the step this worker is."""
+        self.say: Callable[[str], None] = lambda text: None
+        """Told what the user should know."""
 
-    def __call__(self, step: int, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int) -> Tensor:
-        """Train on the next `len(sizes)` micro-batches of this worker; returns the step's metrics, still on the device: means
-        over the samples of all workers, the same numbers on each.
+    def __call__(
+        self,
+        step: int,
+        batches: Iterator[Batch],
+        passes: Sequence[Pass],
+        step_samples: int,
+        wishes: tuple[bool, bool] = (False, False),
+    ) -> Tensor:
+        """Train on the next `len(passes)` batches of this worker; returns the step's metrics and wishes, still on the device:
+        means over the samples of all workers, the same numbers on each.
         """
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.lr(step)
-        for micro, (size, batch) in enumerate(zip(sizes, batches, strict=False)):
-            part = self.world.rank
-            seed_all(key(self.config.seed, step, part, micro), self.world.device)
-            last = micro == len(sizes) - 1
-            with nullcontext() if last or self._wrapped is self._carrier else self._wrapped.no_sync():
-                values = self._forward(batch, size)
-                share = size * self.world.size / step_samples
-                loss = values["loss"].mean() * share + self._carrier.load(values, self.metrics, share)
-                loss.backward()  # type: ignore[no-untyped-call]
+        for number, item in enumerate(passes):
+            final = number == len(passes) - 1
+            self.mark(step, "data")
+            batch = next(batches)
+            self.mark(step, "forward")
+            self.statistics.use(item)
+            with nullcontext() if final or self._wrapped is self._carrier else self._wrapped.no_sync():
+                values = self._forward(batch, item)
+                share = len(item.samples) * self._scale / step_samples
+                cargo = self._carrier.load(values, self.metrics, share, wishes if final else None)
+                self.mark(step, "backward")
+                (values["loss"].mean() * share + cargo).backward()  # type: ignore[no-untyped-call]
+            if self._reducer is not None and item.last:
+                self._reducer.add()
+        if self._reducer is not None:
+            self.mark(step, "reduce")
+            self._reducer.finish()
         if self.config.clip_norm:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return self._carrier.unload()[: len(self.metrics)]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return self._carrier.unload()
 
-    def _forward(self, batch: Batch, size: int) -> dict[str, Tensor]:
+    def read(self, values: Sequence[float]) -> tuple[dict[str, float], tuple[bool, bool]]:
+        """A step's metrics by name, and the wishes: to write a checkpoint, to stop."""
+        save, stop = values[MOST_METRICS:]
+        return dict(zip(self.metrics, values, strict=False)), (save > 0, stop > 0)
+
+    def _forward(self, batch: Batch, item: Pass) -> dict[str, Tensor]:
+        before = None if self._looked else self._look(item)
         with autocast(self.config, self.world):
-            values = self.objective(self._view, batch)
-        if not self.metrics:
-            self.metrics = check_values(values, size)
+            try:
+                values = self.objective(self._view, batch)
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):
+                    raise
+                raise UsageError(
+                    f"a pass over {len(item.samples)} sample(s) of {len(item.parts)} part(s): batch norm needs two a part;"
+                    " use a larger --global-batch, fewer virtual workers, or a smaller --accumulate"
+                ) from error
+        if before is not None:
+            self._looked = True
+            self.metrics = check_values(values, len(item.samples))
+            self._compare(before, self._look(item), item)
         return values
+
+    def _look(self, item: Pass) -> tuple[dict[str, int], bytes]:
+        """What a forward pass may change that parts share: buffers, and random numbers. Looked at in the first pass alone."""
+        parted = self.statistics.names(self.model)
+        versions = {name: buffer._version for name, buffer in self.model.named_buffers() if name not in parted}
+        cuda = self.world.device.type == "cuda"
+        random = torch.cuda.get_rng_state(self.world.device) if cuda else torch.get_rng_state()
+        return versions, random.numpy().tobytes()
+
+    def _compare(self, before: tuple[dict[str, int], bytes], after: tuple[dict[str, int], bytes], item: Pass) -> None:
+        changed = next((name for name, version in after[0].items() if before[0].get(name) != version), None)
+        if changed is not None and self.config.reduce == "exact":
+            raise UsageError(
+                f"--reduce exact: the forward pass changes the buffer {changed}, which is no batch norm's and would depend on"
+                " the number of workers; use --reduce fast"
+            )
+        if before[1] != after[1] and len(item.parts) > 1:
+            self.say(
+                f"the model draws random numbers while {len(item.parts)} parts run together: every part has its own, but which"
+                " ones depends on the number of workers; --parts-at-once 1 keys them by part"
+            )
 
 
 class Meter:
@@ -131,28 +204,59 @@ class _Carrier(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.cargo = nn.Parameter(torch.zeros(MOST_METRICS))
+        self.cargo = nn.Parameter(torch.zeros(MOST_METRICS + WISHES))
+        self._wishes: Tensor
+        self.register_buffer("_wishes", torch.eye(WISHES), persistent=False)  # on the device before the first step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
 
-    def load(self, values: dict[str, Tensor], metrics: Sequence[str], share: float) -> Tensor:
-        """A term to add to the loss: zero, but its gradient with respect to the cargo is the metrics' means times the share."""
+    def load(self, values: dict[str, Tensor], metrics: Sequence[str], share: float, wishes: tuple[bool, bool] | None) -> Tensor:
+        """A term to add to the loss: zero, but its gradient with respect to the cargo is the metrics' means times the share,
+        and 1 for every wish.
+        """
         means = torch.stack([values[name].detach().float().mean() for name in metrics]) * share
-        return (self.cargo[: len(metrics)] * means).sum()
+        term = (self.cargo[: len(metrics)] * means).sum()
+        for wish, wished in enumerate(wishes or ()):
+            if wished:
+                term = term + (self.cargo[MOST_METRICS:] * self._wishes[wish]).sum()
+        return term
 
     def unload(self) -> Tensor:
-        """What the cargo's gradient has become: the mean over workers."""
+        """What the cargo's gradient has become: the mean over the step's samples."""
         grad, self.cargo.grad = self.cargo.grad, None
         assert grad is not None
         return grad.clone()  # DDP's bucket is written to again in the next step
 
 
+class _Reducer:
+    """The exact sum of the gradients of model and cargo; each of the cargo's numbers has digits of its own."""
+
+    def __init__(self, carrier: _Carrier, parts: int) -> None:
+        self._cargo = carrier.cargo
+        self._parameters = [parameter for parameter in carrier.model.parameters() if parameter.requires_grad]
+        self._sum = ExactReducer([*torch.split(self._cargo.detach(), 1), *self._parameters], parts)
+
+    def add(self) -> None:
+        """Take the gradients of a part, and clear them for the next."""
+        assert self._cargo.grad is not None
+        self._sum.add([*torch.split(self._cargo.grad, 1), *(parameter.grad for parameter in self._parameters)])
+        for parameter in (self._cargo, *self._parameters):
+            parameter.grad = None
+
+    def finish(self) -> None:
+        """Put the sums where the optimizer looks for gradients. Every worker reaches this."""
+        sums = self._sum.finish()
+        count = self._cargo.numel()
+        self._cargo.grad = torch.cat(sums[:count])
+        for parameter, total in zip(self._parameters, sums[count:], strict=True):
+            parameter.grad = total
+
+
 def _wrap(model: nn.Module, world: World) -> Any:
     """DDP around the model where there is somebody to average with.
 
-    Buffers are not broadcast: each worker's batch norm sees its own part, and running statistics are averaged when they are
-    needed.
+    Buffers are not broadcast: each part's batch norm has statistics of its own, averaged when they are needed.
     """
     if world.size == 1:
         return model

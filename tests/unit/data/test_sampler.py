@@ -106,7 +106,7 @@ def test_steps_worked_out_by_hand(samples, batch, parts, steps):
 
 def test_a_batch_must_divide():
     check_divides(12, 4)
-    with pytest.raises(UsageError, match="--global-batch 100 does not divide into 3 equal parts, one a worker: use 99 or 102"):
+    with pytest.raises(UsageError, match="--global-batch 100 does not divide into 3 equal parts: use 99 or 102"):
         check_divides(100, 3)
     with pytest.raises(UsageError, match=r"use 8$"):
         check_divides(5, 8)
@@ -116,5 +116,5 @@ def test_a_batch_must_divide():
 
 def test_each_part_needs_a_sample():
     assert Sampler(4, 8, 4, 0).part_bounds(0).tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(UsageError, match="3 training samples cannot feed 4 workers"):
+    with pytest.raises(UsageError, match="3 training samples cannot feed 4 virtual workers"):
         Sampler(3, 8, 4, 0)

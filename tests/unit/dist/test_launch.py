@@ -1,26 +1,23 @@
-"""Which failure was the first, and how workers report theirs."""
+"""Attempts, restarts and stops: the policy with attempts that are made up, and torch elastic with tiny real workers."""
 
-import json
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from harness.engines import end_family, free_ports
 from paceline.config import Config
-from paceline.dist.launch import (
-    Report,
-    _record,
-    _rendezvous,
-    first_failure,
-    is_lost_contact,
-    read_reports,
-    report_failure,
-    report_record,
-    start_as_worker,
-)
-from paceline.errors import Diverged, UsageError
-
-LOST = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4821")
+from paceline.dist import launch as module
+from paceline.dist import restarts
+from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, _rendezvous, launch, start_as_worker
+from paceline.dist.reports import Report
+from paceline.errors import UsageError
 
 
 @pytest.fixture
@@ -29,121 +26,261 @@ def reports(tmp_path, monkeypatch):
     return tmp_path
 
 
-def report(rank: int, when: float, *, lost: bool = False) -> Report:
-    return Report(rank, when, 1, f"report of {rank}", lost)
+@pytest.fixture
+def attempts(monkeypatch):
+    """Attempts that end as the test says; what each was started with."""
+    endings, started = [], []
+
+    def attempt(command, crew, config, reports, wish):
+        started.append((list(command), crew.workers))
+        ending = endings.pop(0)
+        return ending() if callable(ending) else ending
+
+    monkeypatch.setattr(module, "_attempt", attempt)
+    monkeypatch.setattr(restarts, "_gpus", lambda crew: ())
+    return endings, started
 
 
-def test_an_own_error_comes_before_lost_contact():
-    assert first_failure([report(0, 1.0, lost=True), report(1, 2.0)], {0: 1, 1: 1}).rank == 1
+def failed(rank=1, code=1, record=None):
+    return Outcome(code, Report(rank, 1.0, code, f"worker {rank} was killed by SIGKILL\nand more"), record)
 
 
-def test_an_own_error_comes_before_a_kill():
-    assert first_failure([report(1, 2.0)], {0: -signal.SIGKILL, 1: 1}).rank == 1
+def test_a_failed_attempt_is_started_again_from_the_record(attempts, capsys):
+    endings, started = attempts
+    endings += [failed(record=Path("/runs/x")), failed(rank=0), Outcome(0, None, Path("/runs/x"))]
+    assert launch(["train", "t.py"], Config(workers=2, max_restarts=3)) == Outcome(0, None, Path("/runs/x"))
+    assert started == [(["train", "t.py"], 2)] + 2 * [(["train", "t.py", "--resume=/runs/x"], 2)]
+    assert capsys.readouterr().err.splitlines() == [
+        "paceline: worker 1 was killed by SIGKILL; restart 1 of 3 on 2 workers",
+        "paceline: worker 0 was killed by SIGKILL; restart 2 of 3 on 2 workers",
+    ]
 
 
-def test_the_earliest_own_error_counts():
-    assert first_failure([report(0, 3.0), report(1, 1.5), report(2, 2.0), report(3, 1.0, lost=True)], {}).rank == 1
-
-
-def test_a_killed_worker_is_the_cause_of_lost_contact():
-    found = first_failure([report(0, 1.0, lost=True), report(2, 1.1, lost=True)], {0: 1, 1: -signal.SIGKILL, 2: 1})
-    assert (found.rank, found.exit_code) == (1, 1)
-    assert found.text.startswith("worker 1 was killed by SIGKILL")
-    assert "out of memory" in found.text
-
-
-def test_another_signal_is_named_without_a_guess():
-    assert first_failure([], {3: -signal.SIGSEGV}).text == "worker 3 was killed by SIGSEGV"
-
-
-def test_an_exit_without_a_report_is_said_so():
-    found = first_failure([report(0, 1.0, lost=True)], {0: 1, 1: 7})
-    assert found.text == "worker 1 ended with exit code 7 and left no report"
-    assert found.exit_code == 1
-
-
-def test_lost_contact_alone_is_the_earliest():
-    assert first_failure([report(0, 2.0, lost=True), report(1, 1.0, lost=True)], {0: 1, 1: 1}).rank == 1
-
-
-def test_nothing_at_all_is_still_a_failure():
-    found = first_failure([], {})
-    assert found.exit_code == 1
-    assert "without saying why" in found.text
-
-
-def test_a_report_comes_back_as_it_was(reports):
-    assert report_failure(2, UsageError("no such thing"))
-    assert report_failure(0, Diverged("the loss is nan"))
-    first, second = read_reports(reports)
-    assert (first.rank, first.exit_code, first.text, first.lost_contact) == (0, 3, "the loss is nan", False)
-    assert (second.rank, second.exit_code, second.text, second.lost_contact) == (2, 2, "no such thing", False)
-    assert second.when <= first.when
-
-
-def test_a_report_of_a_bug_has_the_traceback(reports):
-    def buggy() -> None:
-        raise LookupError("a bug")
-
-    with pytest.raises(LookupError) as caught:
-        buggy()
-    assert report_failure(1, caught.value)
-    (found,) = read_reports(reports)
-    assert found.text.startswith("worker 1 failed first:\nTraceback")
-    assert "in buggy" in found.text
-    assert found.text.endswith("LookupError: a bug")
-    assert found.exit_code == 1
-
-
-def test_a_report_of_lost_contact_is_marked(reports):
-    report_failure(0, LOST)
-    assert read_reports(reports)[0].lost_contact
-
-
-def test_without_a_launcher_nobody_is_told(monkeypatch, tmp_path):
-    monkeypatch.delenv("PACELINE_REPORTS", raising=False)
-    assert not report_failure(0, UsageError("x"))
-    report_record(tmp_path)
-    start_as_worker()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_launcher_that_is_gone_is_no_second_error(monkeypatch, tmp_path):
-    monkeypatch.setenv("PACELINE_REPORTS", str(tmp_path / "gone"))
-    assert not report_failure(0, UsageError("x"))
-
-
-def test_the_record_is_known_to_the_launcher(reports):
-    assert _record(reports) is None
-    report_record(reports / "runs" / "x")
-    assert _record(reports) == reports / "runs" / "x"
-    assert read_reports(reports) == []
-
-
-def test_reports_are_json(reports):
-    report_failure(0, UsageError("one\ntwo"))
-    assert json.loads((reports / "0.json").read_text())["text"] == "one\ntwo"
+def test_the_last_failure_is_the_outcome(attempts):
+    endings, started = attempts
+    endings += [failed(record=Path("/runs/x")), failed(rank=0)]
+    outcome = launch(["train"], Config(workers=2, max_restarts=1))
+    assert outcome == failed(rank=0, record=Path("/runs/x"))
+    assert len(started) == 2
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        LOST,
-        RuntimeError("Connection reset by peer"),
-        RuntimeError("sendBytes failed: Broken pipe"),
-        RuntimeError("NCCL communicator was aborted: remote peer exited"),
-        RuntimeError("connect() failed: Connection refused"),
-    ],
+    "ending", [failed(code=2), failed(code=3), Outcome(0), Outcome(INTERRUPTED), Outcome(STOPPED, None, Path("/runs/x"))]
 )
-def test_lost_contact_is_known_by_its_words(error):
-    assert is_lost_contact(error)
+def test_mistakes_divergence_and_stops_are_not_started_again(ending, attempts, capsys):
+    endings, started = attempts
+    endings.append(ending)
+    assert launch(["train"], Config(workers=2, max_restarts=3)) == ending
+    assert len(started) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_a_worker_that_keeps_failing_is_left_out(attempts, capsys):
+    endings, started = attempts
+    endings += 5 * [failed(rank=1)]
+    outcome = launch(["train", "--workers=3"], Config(workers=3, min_workers=2, max_restarts=9))
+    assert [workers for _, workers in started] == [3, 3, 2, 2], (
+        "the new worker 1 is not the old one; it ends where too few are left"
+    )
+    assert outcome == failed(rank=1)
+    assert started[-1][0] == ["train", "--workers=2", "--virtual-workers=3"]
+    assert capsys.readouterr().err.splitlines()[1].endswith("; restart 2 of 9 on 2 workers: worker 1's device counts as gone")
+
+
+def test_progress_in_between_keeps_the_worker(attempts, tmp_path):
+    endings, started = attempts
+    (tmp_path / "checkpoints").mkdir()
+
+    def comes_further():
+        (tmp_path / "checkpoints" / f"step-{len(started)}.safetensors").touch()
+        return failed(record=tmp_path)
+
+    endings += 4 * [comes_further]
+    launch(["train"], Config(workers=2, min_workers=1, max_restarts=3))
+    assert [workers for _, workers in started] == [2, 2, 2, 2]
+
+
+WORKER = """#!{python}
+import os, signal, sys, time
+from pathlib import Path
+from paceline.dist.launch import start_as_worker
+start_as_worker()
+from paceline.dist.reports import read_stop, report_failure, report_record
+rank, here, reports = int(os.environ["RANK"]), Path({here!r}), Path(os.environ["PACELINE_REPORTS"])
+attempt = int(reports.name)
+launcher = os.getppid()
+with (here / f"{{rank}}.log").open("a") as log:
+    print(os.environ["OMP_NUM_THREADS"], *sys.argv[1:], file=log)
+
+def begin():
+    if rank == 0:
+        report_record(here / "record")
+
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+def ask(number):
+    wait_for(here / "1.log")  # a worker that begins after a wish to stop ends by itself
+    os.kill(launcher, number)
+
+{body}
+"""
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """Make launch start this instead of Python: a worker that needs no torch and begins within 0.1 s."""
+
+    def write(body):
+        path = tmp_path / "worker"
+        path.write_text(WORKER.format(python=sys.executable, here=str(tmp_path), body=body))
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+        return path
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """Signal handlers are as they were after every test."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+@contextmanager
+def soon():
+    """Well before the 30 s that elastic, and the 100 s that a worker, would take."""
+    begin = time.monotonic()
+    yield
+    assert time.monotonic() - begin < 25
+
+
+def log(folder, rank):
+    return [line.split() for line in (folder / f"{rank}.log").read_text().splitlines()]
+
+
+def test_workers_that_end_well(worker, tmp_path):
+    worker("begin()")
+    assert launch(["train", "t.py"], Config(workers=2)) == Outcome(0, None, tmp_path / "record")
+    assert [line[1:] for line in log(tmp_path, 0) + log(tmp_path, 1)] == 2 * [["-m", "paceline", "train", "t.py"]]
+
+
+def test_a_killed_worker_is_started_again(worker, tmp_path, capsys):
+    worker("begin(); attempt == 1 and rank == 1 and os.kill(os.getpid(), signal.SIGKILL); attempt == 1 and time.sleep(100)")
+    assert launch(["train"], Config(workers=2, max_restarts=1)) == Outcome(0, None, tmp_path / "record")
+    (first, second) = log(tmp_path, 1)
+    assert second == [*first, f"--resume={tmp_path / 'record'}"]
+    err = capsys.readouterr().err
+    assert err.startswith("paceline: worker 1 was killed by SIGKILL (")
+    assert err.endswith("; restart 1 of 1 on 2 workers\n")
+
+
+def test_one_worker_is_started_again(worker, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    worker("sys.exit(7 * (attempt == 1))")
+    assert launch(["train"], Config(max_restarts=1)).exit_code == 0
+    assert len(log(tmp_path, 0)) == 2
+
+
+def test_fewer_workers_have_more_threads_each(worker, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(restarts, "_gpus", lambda crew: ())
+    monkeypatch.setattr(module, "threads_per_worker", lambda workers: 8 // workers)
+    worker("rank == 1 and sys.exit(7)\nos.environ['WORLD_SIZE'] == '2' and time.sleep(100)")
+    assert launch(["train"], Config(workers=2, max_restarts=2, min_workers=1)).exit_code == 0
+    assert [line[0] for line in log(tmp_path, 0)] == ["4", "4", "8"]
+    assert log(tmp_path, 0)[-1][-2:] == ["--workers=1", "--virtual-workers=2"]
+
+
+def test_a_peer_that_ignores_sigterm_does_not_hold_up_the_end(worker, tmp_path, monkeypatch):
+    """elastic alone would wait 30 s for it."""
+    monkeypatch.setattr(module, "_KILL_AFTER_S", 1)
+    worker(
+        "if rank == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    (here / 'deaf').touch()\n    time.sleep(100)\n"
+        "wait_for(here / 'deaf')\nsys.exit(7)"
+    )
+    with soon():
+        outcome = launch(["train"], Config(workers=2))
+    assert outcome.report is not None
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("CUDA out of memory"), ValueError("connection reset"), UsageError("broken pipe")]
+    ("number", "code", "why"), [(signal.SIGTERM, STOPPED, "SIGTERM"), (signal.SIGINT, INTERRUPTED, "Ctrl-C")]
 )
-def test_other_errors_are_a_workers_own(error):
-    assert not is_lost_contact(error)
+def test_workers_that_are_asked_to_stop_end_by_themselves(number, code, why, worker, tmp_path):
+    worker(
+        f"begin()\nif rank == 0:\n    ask({int(number)})\n    wait_for(reports / 'stop')\n"
+        "    (here / 'checkpoint').write_text(read_stop(reports))\n    sys.exit(1)\ntime.sleep(100)"
+    )
+    with soon():
+        assert launch(["train"], Config(workers=2, max_restarts=3, grace_s=100)) == Outcome(code, None, tmp_path / "record")
+    assert (tmp_path / "checkpoint").read_text() == why
+    assert len(log(tmp_path, 0)) == 1
+
+
+def test_a_stop_waits_no_longer_than_its_grace(worker, tmp_path):
+    worker("begin()\nrank or ask(signal.SIGTERM)\ntime.sleep(100)")
+    with soon():
+        assert launch(["train"], Config(workers=2, grace_s=0.5)) == Outcome(STOPPED, None, tmp_path / "record")
+
+
+def test_a_second_signal_ends_them_at_once(worker, tmp_path):
+    worker(
+        "begin()\nif rank == 0:\n    ask(signal.SIGINT)\n    wait_for(reports / 'stop')\n"
+        "    ask(signal.SIGINT)\ntime.sleep(100)"
+    )
+    with soon():
+        assert launch(["train"], Config(workers=2, grace_s=100)) == Outcome(INTERRUPTED, None, tmp_path / "record")
+
+
+def test_before_the_first_step_there_is_nothing_to_wait_for(worker):
+    worker("rank or ask(signal.SIGTERM)\ntime.sleep(100)")
+    with soon():
+        assert launch(["train"], Config(workers=2, grace_s=100)) == Outcome(STOPPED)
+
+
+def test_off_the_main_thread_workers_run_too(worker, tmp_path):
+    worker("begin()")
+    outcomes = []
+    thread = threading.Thread(target=lambda: outcomes.append(launch(["train"], Config(workers=2))))
+    thread.start()
+    thread.join()
+    assert outcomes == [Outcome(0, None, tmp_path / "record")]
+
+
+NODE = """
+import sys
+from paceline.config import Config
+from paceline.dist.launch import launch
+python, sys.executable = sys.executable, sys.argv[1]
+config = Config(workers=1, nodes=2, node_id=int(sys.argv[2]), rendezvous=sys.argv[3], max_restarts=1, timeout_s=60)
+sys.exit(launch(["train"], config).exit_code)
+"""
+
+
+def test_two_nodes_meet_again_at_the_same_port(worker, tmp_path):
+    python = sys.executable
+    script = worker(
+        "if attempt == 1 and rank == 1:\n    sys.exit(7)\n"
+        "if attempt == 1:\n    report_failure(0, RuntimeError('Connection closed by peer'))\n    sys.exit(1)\n"
+    )
+    (port,) = free_ports(1)
+    started = [
+        subprocess.Popen([python, "-c", NODE, script, str(i), f"127.0.0.1:{port}"], stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=90)[1] for process in started]
+    finally:
+        for process in started:
+            end_family(process)
+    assert [process.returncode for process in started] == [0, 0], said
+    assert said[1] == "paceline: worker 1 ended with exit code 7 and left no report; restart 1 of 1 on 2 workers\n"
+    assert [len(log(tmp_path, rank)) for rank in range(2)] == [2, 2]
 
 
 def test_one_node_meets_on_a_free_port():
@@ -190,11 +327,17 @@ def test_a_worker_without_its_launcher_ends_at_once(reports, monkeypatch):
     assert ended == [1]
 
 
-def test_a_killed_worker_is_blamed_before_a_bare_exit_code():
-    assert "worker 1 was killed by SIGKILL" in first_failure([], {0: 1, 1: -9}).text
-    assert "worker 2 was killed by SIGSEGV" in first_failure([], {0: -15, 1: 1, 2: -11}).text
-    assert "worker 1 ended with exit code 1" in first_failure([], {0: -15, 1: 1}).text
-
-
-def test_a_signal_without_a_name():
-    assert "worker 0 was killed by signal 99" in first_failure([], {0: -99}).text
+def test_a_worker_asked_to_stop_before_it_began_ends_at_once(reports, monkeypatch):
+    ended: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setenv("PACELINE_AGENT", str(os.getppid()))
+    monkeypatch.setattr("paceline.dist.launch.ctypes.CDLL", lambda _: type("C", (), {"prctl": lambda *_: 0}))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    try:
+        start_as_worker()
+        assert ended == []
+        (reports / "stop").write_text("SIGTERM")
+        start_as_worker()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert ended == [STOPPED]

@@ -15,7 +15,6 @@ from paceline.data.loaders import Arrays
 from paceline.dist.place import Place
 from paceline.dist.world import World, choose_device, world
 from paceline.errors import Diverged, UsageError, WorkersDisagree
-from paceline.training.evaluate import average_statistics
 from paceline.training.loop import model_sha256
 from paceline.training.run import train
 from paceline.training.task import Task, classify
@@ -206,22 +205,6 @@ def test_label_smoothing_leaves_validation_alone() -> None:
     smooth, plain = classify(0.3), classify()
     assert not smooth(model.train(), batch)["loss"].equal(plain(model.train(), batch)["loss"])
     assert smooth(model.eval(), batch)["loss"].equal(plain(model.eval(), batch)["loss"])
-
-
-def statistics(world: World) -> tuple[list[float], list[float], int]:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    norm = model[1]
-    assert isinstance(norm, nn.BatchNorm1d)
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    norm.running_mean.fill_(world.rank)
-    norm.running_var.copy_(torch.tensor([1.0, 4.0]) * (world.rank + 1))
-    average_statistics(model, world)
-    return norm.running_mean.tolist(), norm.running_var.tolist(), int(norm.num_batches_tracked or 0)
-
-
-def test_running_statistics_become_the_mean_over_workers() -> None:
-    assert run_workers(statistics, 3) == [([1.0, 1.0], [2.0, 8.0], 0)] * 3
 
 
 def different(world: World, kind: str) -> str:

@@ -30,6 +30,8 @@ CONTRACT = Contract(
     validation_samples=10,
     workers=2,
     virtual_workers=2,
+    parts="one a worker",
+    reduce="fast",
     nodes=1,
     launcher="started here",
     devices="2 CPU workers",
@@ -154,11 +156,12 @@ def test_the_record_is_complete(record):
     torch.manual_seed(0)
     config = Config(epochs=2, base_lr=0.1)
     model = models.build("cnn", in_channels=1, image_size=8, classes=3)
-    tell(Recorder(record, config), model=model)
+    tell(Recorder(record, config, "mine"), model=model)
     names = {path.name for path in record.path.iterdir()}
     assert names == {"config.toml", "environment.json", "metrics.jsonl", "course.csv", "model.safetensors", "result.json"}
     recipe = make_config(read_recipe(str(record.path / "config.toml")))
-    assert recipe == replace(config, workers=CONTRACT.workers // CONTRACT.nodes, global_batch=CONTRACT.global_batch)
+    resolved = {"workers": 2, "virtual_workers": 2, "global_batch": CONTRACT.global_batch}
+    assert recipe == replace(config, **resolved)
     environment = json.loads((record.path / "environment.json").read_text())
     assert environment["contract"] == CONTRACT.as_dict()
     assert environment["versions"]["torch"]
@@ -175,7 +178,7 @@ def test_the_model_loads_into_the_bare_model_without_pickle(record, monkeypatch)
     monkeypatch.setattr(torch, "load", refuse)
     torch.manual_seed(0)
     model = models.build("resnet:depth=8", in_channels=1, image_size=8, classes=3)
-    Recorder(record, Config()).end(RESULT, model)
+    Recorder(record, Config(), "mine").end(RESULT, model)
     other = models.build("resnet:depth=8", in_channels=1, image_size=8, classes=3)
     other.load_state_dict(load_file(record.path / "model.safetensors"), strict=True)
     ours, theirs = model.state_dict(), other.state_dict()
@@ -183,13 +186,13 @@ def test_the_model_loads_into_the_bare_model_without_pickle(record, monkeypatch)
 
 
 def test_a_bad_end_keeps_no_model(record):
-    tell(Recorder(record, Config()), Result(status="diverged", metrics={}), None)
+    tell(Recorder(record, Config(), "mine"), Result(status="diverged", metrics={}), None)
     assert not (record.path / "model.safetensors").exists()
     assert read_result(record.path)["status"] == "diverged"
 
 
 def test_a_task_without_accuracy_has_no_course_row(record):
-    Recorder(record, Config()).epoch({name: value for name, value in EPOCH.items() if name != "val_accuracy"})
+    Recorder(record, Config(), "mine").epoch({name: value for name, value in EPOCH.items() if name != "val_accuracy"})
     assert (record.path / "course.csv").read_text() == "time,val_accuracy\n"
 
 
@@ -201,7 +204,7 @@ def test_a_model_that_does_not_fit_on_the_disk_is_one_line(record, monkeypatch):
 
     monkeypatch.setattr("safetensors.torch.save_model", full)
     with pytest.raises(RecordError, match=r"model.safetensors: .*No space left on device.*choose another --runs-dir"):
-        Recorder(record, Config()).end(RESULT, nn.Linear(2, 2))
+        Recorder(record, Config(), "mine").end(RESULT, nn.Linear(2, 2))
     assert {path.name for path in record.path.iterdir()} == {"metrics.jsonl", "course.csv", "result.json"}
     assert read_result(record.path)["status"] == "failed"
 

@@ -54,5 +54,5 @@ def test_a_task_that_exits_is_no_success(runs: Path) -> None:
 
 
 def test_a_task_object_trains_here_only() -> None:
-    with pytest.raises(UsageError, match="2 workers cannot be started for a Task object"):
+    with pytest.raises(UsageError, match="2 worker\\(s\\) cannot be started for a Task object"):
         train(blobs(), workers=2)

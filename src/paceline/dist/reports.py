@@ -1,0 +1,180 @@
+"""What workers and their launcher tell each other, as small files in a folder of the launcher's.
+
+    0.json      why worker 0 failed: when, what, traceback
+    record      where rank 0 writes its record, once there is one
+    4711.pid    a worker with this process id has begun
+    stop        from the launcher: end after this step, and why ("SIGTERM", "Ctrl-C")
+
+The earliest report that is not merely about a lost connection is the cause of the others (law 7). Nothing here imports torch.
+"""
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.dist.place import REPORTS_VARIABLE
+from paceline.errors import PacelineError
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a failing worker leaves behind."""
+
+    rank: int
+    when: float
+    exit_code: int
+    text: str
+    lost_contact: bool = False
+    """The worker failed because another one was gone: a consequence, not a cause."""
+    waited: bool = False
+    """It lost contact by waiting in vain: no connection was closed, so the other one may hang."""
+
+
+def folder() -> Path | None:
+    """The launcher's folder for this worker; None where Paceline did not start it."""
+    path = os.environ.get(REPORTS_VARIABLE)
+    return Path(path) if path is not None else None
+
+
+def report_failure(rank: int, error: BaseException) -> bool:
+    """Leave this worker's report for the launcher. False where there is none: the worker then speaks for itself."""
+    code = error.exit_code if isinstance(error, PacelineError) else 1
+    lost = is_lost_contact(error)
+    if isinstance(error, PacelineError):
+        text = str(error)
+    else:
+        what = "lost contact with another worker" if lost else "failed first"
+        text = f"worker {rank} {what}: {headline(error)}\n{''.join(traceback.format_exception(error))}"
+    return leave(Report(rank, time.time(), code, text.rstrip(), lost, lost and _says_timeout(error)))
+
+
+def leave(report: Report) -> bool:
+    """Leave a report for the launcher; False where that cannot be."""
+    where = folder()
+    if where is None:
+        return False
+    path = where / f"{report.rank}.json"
+    try:
+        path.with_suffix(".part").write_text(json.dumps(asdict(report)))
+        path.with_suffix(".part").replace(path)
+    except OSError:  # a full disk, or the launcher is gone
+        return False
+    return True
+
+
+def report_record(path: Path) -> None:
+    """Tell the launcher where the record is, so that it can close it if this worker cannot."""
+    where = folder()
+    if where is not None:
+        (where / "record").write_text(str(path))
+
+
+def report_begun() -> None:
+    """Tell the launcher that this worker lives, so that it can be ended even where torch elastic does not know it yet."""
+    where = folder()
+    if where is not None:
+        with suppress(OSError):  # it can still be ended by elastic
+            (where / f"{os.getpid()}.pid").touch()
+
+
+def read_reports(where: Path) -> list[Report]:
+    """All reports in the folder."""
+    return [Report(**json.loads(path.read_text())) for path in sorted(where.glob("*.json"))]
+
+
+def read_record(where: Path) -> Path | None:
+    """Where rank 0 writes its record, if it came that far."""
+    path = where / "record"
+    return Path(path.read_text()) if path.exists() else None
+
+
+def read_begun(where: Path) -> list[int]:
+    """The process ids of the workers that have begun."""
+    return [int(path.stem) for path in where.glob("*.pid")]
+
+
+def ask_to_stop(where: Path, why: str) -> None:
+    """Ask the workers to end after this step."""
+    with suppress(OSError):  # a full disk: they are then ended when their grace has passed
+        (where / "stop.part").write_text(why)
+        (where / "stop.part").replace(where / "stop")
+
+
+def read_stop(where: Path) -> str:
+    """Why the launcher asks the workers to stop, or ""."""
+    path = where / "stop"
+    return path.read_text() if path.exists() else ""
+
+
+def first_failure(reports: Sequence[Report], exits: Mapping[int, int]) -> Report:
+    """The failure that caused the others: a worker's own error, else a worker that hung or was killed by a signal, else the
+    first lost contact."""
+    own = [report for report in reports if not report.lost_contact]
+    if own:
+        return min(own, key=lambda report: report.when)
+    reported = {report.rank for report in reports}
+    silent = {rank: code for rank, code in exits.items() if rank not in reported}
+    waited = any(report.waited for report in reports)
+    for rank, code in sorted(silent.items(), key=_suspicion):
+        if waited and code in (-signal.SIGTERM, -signal.SIGKILL):  # the others waited, and elastic ended it
+            text = f"worker {rank} hung: the others waited for it, and it could not say where it is (stuck outside Python?)"
+        elif code < 0:
+            name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
+            hint = " (often the system out of memory: try a smaller global batch)" if -code == signal.SIGKILL else ""
+            text = f"worker {rank} was killed by {name}{hint}"
+        else:
+            text = f"worker {rank} ended with exit code {code} and left no report"
+        return Report(rank, 0.0, 1, text)
+    if reports:
+        return min(reports, key=lambda report: report.when)
+    return Report(0, 0.0, 1, "the workers ended without saying why")
+
+
+def headline(error: BaseException) -> str:
+    """The error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Whether this error only says that another worker is gone, or does not answer."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and (
+        any(word in text for word in _LOST) or type(error).__name__ == "DistNetworkError" or _says_timeout(error)
+    )
+
+
+_LOST = (
+    "closed by peer",
+    "connection reset",
+    "broken pipe",
+    "remote peer",
+    "connection refused",
+    "remote process exit",  # NCCL's words for ncclRemoteError
+    "communicator was aborted",
+)
+
+
+def _says_timeout(error: BaseException) -> bool:
+    """Whether a collective or the store ran out of time.
+
+    torch's DataLoader says "timed out", too, but with a plain RuntimeError: its own error, of no other worker.
+    """
+    text = str(error).lower()
+    ours = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
+    return (
+        "timed out waiting" in text  # gloo, as a RuntimeError
+        or "collective operation timeout" in text  # NCCL's watchdog
+        or (ours and any(word in text for word in ("timed out", "timeout", "timing out")))
+    )
+
+
+def _suspicion(item: tuple[int, int]) -> tuple[bool, bool, int]:
+    """Killed by a signal before a bare exit code; last of all SIGTERM, which is how elastic ends the others."""
+    rank, code = item
+    return code == -signal.SIGTERM, code >= 0, rank

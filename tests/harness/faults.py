@@ -1,0 +1,213 @@
+"""Failures on purpose: `fail_at(rank, step, kind)`, and a task that fails so and writes down which samples it saw.
+
+    train_with([fail_at(1, 5, "kill"), fail_at(0, 9, "hang")], "--workers", "2", "--max-restarts", "2")
+
+Every fault strikes once (or, with `once=False`, whenever its step is reached), in the middle of a step. Workers find the list
+in a variable; a file a fault says that it has struck.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.processes import paceline
+from paceline import Arrays, Task, classify, models
+from paceline.data.augment import Images
+from paceline.training.step import Step
+
+TASK = "harness.faults:task"
+SAMPLES, PARTS, EPOCHS, GLOBAL_BATCH = 97, 4, 3, 16
+FLAGS = ("--virtual-workers", str(PARTS), "--global-batch", str(GLOBAL_BATCH), "--reduce", "exact", "--epochs", str(EPOCHS))
+_FAULTS, _SEEN, _SLOW = "TEST_FAULTS", "TEST_SEEN", "TEST_SLOW_S"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A failure to come."""
+
+    rank: int
+    step: int
+    kind: str
+    once: bool = True
+
+
+def fail_at(rank: int, step: int, kind: str, once: bool = True) -> Fault:
+    """The worker with this rank fails in this step (from 0), in one of the ways of `KINDS`."""
+    assert kind in KINDS, f"unknown kind {kind!r}: {', '.join(KINDS)}"
+    return Fault(rank, step, kind, once)
+
+
+def train_with(faults: Sequence[Fault], *flags: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Train the task of this file, with failures, in the current folder."""
+    return paceline("train", TASK, *FLAGS, *flags, env=variables(faults), timeout_s=timeout_s)
+
+
+def variables(faults: Sequence[Fault] = (), slow_s: float = 0.0) -> dict[str, str]:
+    """What the environment of a run with these failures holds."""
+    seen = Path("seen")
+    seen.mkdir(exist_ok=True)
+    return {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
+        _FAULTS: json.dumps([asdict(fault) for fault in faults]),
+        _SEEN: str(seen.resolve()),
+        _SLOW: str(slow_s),
+    }
+
+
+def samples_by_step(folder: Path = Path("seen")) -> dict[int, list[int]]:
+    """The samples of every step, as the attempt that did it last saw them, workers in one list."""
+    attempts: dict[str, list[dict[str, Any]]] = {}
+    for path in folder.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            attempts.setdefault(row["attempt"], []).append(row)
+    steps: dict[int, list[int]] = {}
+    for rows in sorted(attempts.values(), key=lambda rows: min(row["when"] for row in rows)):
+        first = min(row["step"] for row in rows)
+        steps = {step: samples for step, samples in steps.items() if step < first}
+        for row in rows:
+            steps.setdefault(row["step"], []).extend(row["samples"])
+    return steps
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _raise() -> None:
+    raise ValueError("this is what went wrong")
+
+
+def _hang() -> None:
+    time.sleep(1e6)
+
+
+def _hang_in_c() -> None:
+    """Stuck outside Python with the interpreter's lock held: no thread of this process can say anything."""
+    ctypes.PyDLL(None).sleep(1_000_000)
+
+
+def _out_of_memory() -> None:
+    torch.empty(1 << 55)
+
+
+def _stop() -> None:
+    """What Slurm does to a job it preempts; to the launcher, where there is one."""
+    os.kill(os.getppid() if "PACELINE_REPORTS" in os.environ else os.getpid(), signal.SIGTERM)
+
+
+def _fill_disk() -> None:
+    """Files cannot grow beyond 100 KB from now on: a checkpoint does not fit."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+
+def _free_disk() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def _kill_writer() -> None:
+    """Killed while the next checkpoint is being written."""
+    os.fsync = lambda _: _kill()  # type: ignore[assignment]
+
+
+def _tear() -> None:
+    """The next checkpoint loses its end, as on a disk that lies about what it has written; then the power goes."""
+    replace = os.replace
+
+    def torn(source: Any, target: Any) -> None:
+        if str(target).endswith(".safetensors"):
+            os.truncate(source, os.path.getsize(source) - 1000)
+            replace(source, target)
+            _kill()
+        replace(source, target)
+
+    os.replace = torn  # type: ignore[assignment]
+
+
+KINDS: dict[str, Callable[[], None]] = {
+    "kill": _kill,
+    "crash": _crash,
+    "raise": _raise,
+    "exit": lambda: os._exit(7),
+    "hang": _hang,
+    "hang in C": _hang_in_c,
+    "out of memory": _out_of_memory,
+    "stop": _stop,
+    "disk full": _fill_disk,
+    "disk free": _free_disk,
+    "kill writer": _kill_writer,
+    "torn": _tear,
+}
+
+
+def task() -> Task:
+    """A small real net with batch norm, dropout and augmentation, on noise."""
+
+    def data(count: int, seed: int) -> Arrays:
+        random = torch.Generator().manual_seed(seed)
+        pixels = torch.randint(0, 256, (count, 1, 8, 8), dtype=torch.uint8, generator=random)
+        return Arrays((pixels, torch.arange(count) % 3, torch.arange(count)))
+
+    return Task(
+        name="faulty",
+        model=lambda: models.build("resnet:depth=8,width=8", in_channels=1, image_size=8, classes=3),
+        train=lambda: data(SAMPLES, 0),
+        validation=lambda: data(23, 1),
+        objective=_watch(classify(0.1)),
+        prepare=Images(mean=0.5, deviation=0.3, crop=1, flip=True, erase=0.5, seed=3),
+        defaults={"base_lr": 0.02, "eval_batch": 7, "log_every": 2, "checkpoint_every": "3"},
+    )
+
+
+def _watch(objective: Any) -> Any:
+    """Write down who is seen, and fail where it is time."""
+    now = {"step": -1, "rank": 0}
+    call = Step.__call__
+
+    def watched_call(self: Step, step: int, *args: Any) -> Tensor:
+        now.update(step=step, rank=self.world.rank)
+        return call(self, step, *args)
+
+    Step.__call__ = watched_call  # type: ignore[method-assign]
+    faults = [Fault(**fault) for fault in json.loads(os.environ[_FAULTS])]
+    seen = os.open(Path(os.environ[_SEEN]) / f"{time.time_ns()}-{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    attempt = os.environ.get("PACELINE_REPORTS", str(os.getpid()))
+    slow_s = float(os.environ[_SLOW])
+
+    def watched(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        if model.training:
+            row = {"attempt": attempt, "when": time.time(), "step": now["step"], "samples": batch[2].tolist()}
+            os.write(seen, (json.dumps(row) + "\n").encode())
+            time.sleep(slow_s)
+            for number, fault in enumerate(faults):
+                if (fault.rank, fault.step) == (now["rank"], now["step"]) and _strikes(number, fault):
+                    KINDS[fault.kind]()
+        values: dict[str, Tensor] = objective(model, batch[:2])
+        return values
+
+    return watched
+
+
+def _strikes(number: int, fault: Fault) -> bool:
+    if not fault.once:
+        return True
+    try:
+        Path(os.environ[_SEEN], f"struck-{number}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

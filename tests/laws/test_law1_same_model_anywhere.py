@@ -1,0 +1,205 @@
+"""Law 1: the same V gives the same model on any number of workers: bit for bit in exact mode, to rounding over a few steps in
+fast mode.
+
+Each world runs every case once; what it ends with must not depend on how many workers it has.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from harness.processes import run_workers
+from harness.training import Trained, blobs, train_in
+from paceline import models
+from paceline.data.augment import Images
+from paceline.data.loaders import Arrays
+from paceline.dist.world import World
+from paceline.errors import UsageError
+from paceline.training.task import Task, classify
+
+PARTS = 5
+"""No multiple of 2, 3 or 4: some workers have more parts than others."""
+
+
+def pictures(model: str = "resnet:depth=8,width=4", **defaults: Any) -> Task:
+    """A real net with batch norm on noise, augmented; 97 samples leave a tail whose parts differ in size."""
+
+    def data(count: int, seed: int) -> Arrays:
+        random = torch.Generator().manual_seed(seed)
+        return Arrays((torch.randint(0, 256, (count, 1, 8, 8), dtype=torch.uint8, generator=random), torch.arange(count) % 3))
+
+    return Task(
+        name="pictures",
+        model=lambda: models.build(model, in_channels=1, image_size=8, classes=3),
+        train=lambda: data(97, 0),
+        validation=lambda: data(23, 1),
+        objective=classify(0.1),
+        prepare=Images(mean=0.5, deviation=0.3, crop=1, flip=True, erase=0.5, seed=3),
+        defaults={"virtual_workers": PARTS, "global_batch": 30, "base_lr": 0.05, "epochs": 2, "eval_batch": 7, **defaults},
+    )
+
+
+def dropping() -> Task:
+    task = blobs(norm=True, dropout=0.3)
+    return replace(task, defaults={**task.defaults, "virtual_workers": PARTS, "global_batch": 20})
+
+
+EXACT: dict[str, tuple[Task, dict[str, Any]]] = {
+    "sgd, momentum, batch norm, augmentation": (pictures(), {}),
+    "adamw, clipping": (pictures(), {"optimizer": "adamw", "base_lr": 0.01, "clip_norm": 0.5}),
+    "micro-batches": (pictures(), {"accumulate": 2}),
+    "two parts at once": (pictures(), {"parts_at_once": 2}),
+    "bf16": (pictures(), {"precision": "bf16", "epochs": 1}),
+    "ghosts within a part": (pictures("resnet:depth=8,width=4,norm=part,part_size=3"), {"epochs": 1}),
+    "dropout, streamed": (dropping(), {"loader": "streaming", "loader_workers": 0}),
+    "one sample a part": (pictures("resnet:depth=8,width=4,norm=group"), {"global_batch": PARTS, "epochs": 1}),
+}
+
+
+def exact(world: World) -> dict[str, Trained]:
+    cases = EXACT.items() if world.size <= 3 else list(EXACT.items())[:3]  # two parts at once leave three groups
+    return {name: train_in(world, task, {"reduce": "exact", **options}) for name, (task, options) in cases}
+
+
+def numbers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if "time" not in name and "per_s" not in name} for row in rows]
+
+
+def assert_equal(one: Trained, other: Trained, case: str) -> None:
+    assert one.result.model_sha256 == other.result.model_sha256, f"{case}: weights or running statistics differ"
+    assert one.optimizer.keys() == other.optimizer.keys()
+    for name, value in one.optimizer.items():
+        np.testing.assert_array_equal(value, other.optimizer[name], err_msg=f"{case}: optimizer state {name}")
+    assert numbers(one.watcher.steps) == numbers(other.watcher.steps), f"{case}: metrics of steps differ"
+    assert numbers(one.watcher.epochs) == numbers(other.watcher.epochs), f"{case}: metrics of epochs differ"
+
+
+def test_exact_mode_gives_the_same_bits_for_any_number_of_workers() -> None:
+    (alone,) = run_workers(exact, 1)
+    hashes = {trained.result.model_sha256 for trained in alone.values()}
+    assert len(hashes) == len(alone), "cases that should train different models do not"
+    for workers in (2, 3, 5):
+        for worker in run_workers(exact, workers):
+            for case, trained in worker.items():
+                assert_equal(alone[case], trained, f"{case}, {workers} workers")
+
+
+FEW = {"max_steps": 3, "epochs": 1, "base_lr": 0.02, "check_every": 1}
+FAST: dict[str, tuple[Task, dict[str, Any]]] = {
+    "together": (pictures(), {}),
+    "in turn": (pictures(), {"parts_at_once": 1}),
+    "two at once": (pictures(), {"parts_at_once": 2}),
+    "ghosts within a part": (pictures("resnet:depth=8,width=4,norm=part,part_size=3"), {}),
+    "one norm over the step": (pictures("resnet:depth=8,width=4,norm=sync"), {}),
+    "dropout": (dropping(), {}),
+    "micro-batches": (pictures(), {"accumulate": 2}),
+    "a tail of unequal parts": (pictures(), {"global_batch": 60, "max_steps": 2}),
+}
+
+
+def fast(world: World) -> dict[str, Trained]:
+    return {name: train_in(world, task, {**FEW, **options}) for name, (task, options) in FAST.items()}
+
+
+def test_fast_mode_agrees_to_rounding_over_a_few_steps() -> None:
+    (alone,) = run_workers(fast, 1)
+    for same in ("in turn", "two at once"):  # how parts run is no part of the mathematics
+        assert_close(alone["together"], alone[same], same)
+    for workers in (2, 3, 5):
+        for worker in run_workers(fast, workers):
+            for case, trained in worker.items():
+                assert_close(alone[case], trained, f"{case}, {workers} workers")
+
+
+def assert_close(one: Trained, other: Trained, case: str) -> None:
+    for name, weights in one.weights.items():
+        np.testing.assert_allclose(other.weights[name], weights, rtol=2e-4, atol=2e-5, err_msg=f"{case}: {name}")
+    for mine, theirs in zip(one.watcher.steps, other.watcher.steps, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4), case
+
+
+def gpus_of_old(world: World) -> dict[str, Any]:
+    """What V workers with plain batch norm and no virtual workers at all make of it: the thing that is rehearsed."""
+    trained = train_in(world, pictures(), {**FEW, "virtual_workers": None})
+    return trained.weights
+
+
+def test_one_worker_rehearses_what_five_would_do() -> None:
+    five = run_workers(gpus_of_old, 5)[0]
+    (alone,) = run_workers(fast, 1)
+    for name, weights in five.items():
+        np.testing.assert_allclose(alone["together"].weights[name], weights, rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+class Custom(nn.BatchNorm1d):
+    pass
+
+
+class Counting(nn.Module):
+    """A model with a buffer of its own that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        return self.linear(inputs)
+
+
+class Noisy(nn.Module):
+    """Draws random numbers where no layer shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(nn.functional.dropout(inputs, 0.5, self.training))
+
+
+def task_of(model: type[nn.Module] | nn.Module) -> Task:
+    task = blobs()
+    make = (lambda: model) if isinstance(model, nn.Module) else model
+    return replace(task, model=make, defaults={**task.defaults, "virtual_workers": 4, "epochs": 1})
+
+
+def refusals(world: World) -> dict[str, str]:
+    """What cannot be the same anywhere says so, or runs in turn."""
+    custom = nn.Sequential(nn.Linear(5, 8), Custom(8), nn.Linear(8, 3))
+    sync = pictures("resnet:depth=8,width=4,norm=sync")
+    cases = {
+        "custom norm, two at once": (task_of(custom), {"parts_at_once": 2}),
+        "sync norm, exact": (sync, {"reduce": "exact"}),
+        "sync norm, in turn": (sync, {"parts_at_once": 1}),
+        "a buffer, exact": (task_of(Counting), {"reduce": "exact"}),
+        "more workers than parts": (blobs(), {"virtual_workers": 1}),
+        "fewer groups than workers": (blobs(), {"virtual_workers": 4, "parts_at_once": 4, "reduce": "exact"}),
+    }
+    said = {}
+    for name, (task, options) in cases.items():
+        try:
+            train_in(world, task, options)
+        except UsageError as error:
+            said[name] = str(error)
+    said["noisy"] = " ".join(train_in(world, task_of(Noisy), {}).watcher.notes)
+    said["noisy in turn"] = " ".join(train_in(world, task_of(Noisy), {"parts_at_once": 1}).watcher.notes)
+    return said
+
+
+def test_what_cannot_be_the_same_says_so() -> None:
+    for said in run_workers(refusals, 2):
+        assert "is a Custom" in said["custom norm, two at once"]
+        assert "takes its statistics over all workers" in said["sync norm, exact"]
+        assert "must run at once" in said["sync norm, in turn"]
+        assert "changes the buffer seen" in said["a buffer, exact"]
+        assert "use at most 1 workers" in said["more workers than parts"]
+        assert "1 groups of 4 parts" in said["fewer groups than workers"]
+        assert "--parts-at-once 1 keys them by part" in said["noisy"]
+        assert said["noisy in turn"] == ""
