@@ -1,6 +1,9 @@
 """On a real GPU: an NCCL worker, gloo workers sharing one GPU, the CPU's own numbers, no host sync in a step."""
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from paceline.dist.agree import fingerprints
 from paceline.dist.world import world
 from paceline.training import tasks
 from paceline.training.build import build
+from paceline.training.exact import same_bits
+from paceline.training.parts import plan_step
 from paceline.training.step import Meter
 
 pytestmark = [
@@ -98,22 +103,54 @@ def test_both_loaders_bring_the_same_batches() -> None:
             assert all(a.device == device and a.equal(b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_a_step_never_waits_for_the_gpu() -> None:
+@pytest.mark.parametrize("parts", [{}, {"virtual_workers": 4}, {"virtual_workers": 4, "reduce": "exact"}])
+def test_a_step_never_waits_for_the_gpu(parts: dict[str, Any]) -> None:
+    options = {"precision": "bf16", "clip_norm": 1.0, "label_smoothing": 0.1, "global_batch": 128, **parts}
     with world() as here:
-        task, config = tasks.resolve("fashion-mnist-mini", {"precision": "bf16", "clip_norm": 1.0, "label_smoothing": 0.1})
+        task, config = tasks.resolve("fashion-mnist-mini", options)
         ready = build(task, config, here)
-        order = ready.sampler.order(0)
-        plan = [order[i * 128 : (i + 1) * 128] for i in range(8)]
-        batches, meter = ready.train.batches(plan, 0), Meter(here)
-        meter_reads: list[Any] = []
-        ready.step(0, batches, [128], 128)  # the first step allocates, and looks at the metrics' names
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for step in range(1, 5):
-                meter_reads += meter.push(step, ready.step(step, batches, [128], 128))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert len(list(meter.flush())) + len(meter_reads) == 4
+        with same_bits(config):
+            plan = [plan_step(ready.sampler, ready.sampler.order(0), i, ready.step.groups, 1) for i in range(8)]
+            batches, meter = ready.train.batches([item.samples for passes in plan for item in passes], 0), Meter(here)
+            reads: list[Any] = []
+            ready.step(0, batches, plan[0], 128)  # the first step allocates, and looks at the metrics' names
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for step in range(1, 5):
+                    reads += meter.push(step, ready.step(step, batches, plan[step], 128, (step == 2, step == 3)))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            reads += meter.flush()
+    assert [ready.step.read(values)[1] for _, values in reads] == [(False, False), (True, False), (False, True), (False, False)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_exact_mode_gives_the_same_bits_for_workers_sharing_a_gpu(runs: Path, precision: str) -> None:
+    flags = ["--virtual-workers", "4", "--reduce", "exact", "--crop", "2", "--max-steps", "20", "--precision", precision]
+    found = []
+    for workers in ("1", "2", "3", "4"):
+        done = paceline(*TINY[:4], *flags, "--workers", workers, "--backend", "gloo", "--name", workers)
+        assert done.returncode == 0, done.stderr
+        result = json.loads((runs / workers / "result.json").read_text())
+        found.append((result["model_sha256"], result["metrics"]))
+    assert found == [found[0]] * 4
+
+
+def test_killed_and_resumed_on_a_gpu(runs: Path) -> None:
+    flags = ["--virtual-workers", "4", "--reduce", "exact", "--epochs", "3", "--checkpoint-every", "5", "--backend", "gloo"]
+    calm = paceline(*TINY[:4], *flags, "--name", "calm")
+    assert calm.returncode == 0, calm.stderr
+    command = [sys.executable, "-m", "paceline", *TINY[:4], *flags, "--name", "x"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 90
+    while not list(runs.glob("x/checkpoints/step-*")) and time.monotonic() < end:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    done = paceline(*TINY[:2], "--resume", "x", "--workers", "3", "--backend", "gloo")
+    assert done.returncode == 0, done.stderr
+    results = [json.loads((runs / name / "result.json").read_text()) for name in ("calm", "x")]
+    assert results[0]["model_sha256"] == results[1]["model_sha256"]
 
 
 def test_it_repeats_and_learns() -> None:

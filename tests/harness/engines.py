@@ -25,7 +25,7 @@ def check_run(runs: Path, output: str, *, launcher: str, nodes: int = 1, model: 
     (record,) = check_runs(runs, 1)
     contract = json.loads((record / "environment.json").read_text())["contract"]
     assert (contract["workers"], contract["nodes"], contract["launcher"]) == (2, nodes, launcher)
-    assert output.count("P = 2 (V = 2 parts)") == 1, f"the contract must be said once:\n{output}"
+    assert output.count("P = 2 (V = 2 parts, one a worker)") == 1, f"the contract must be said once:\n{output}"
     assert output.count("done: loss") == 1, f"the end must be said once:\n{output}"
     trained = model_of(record)
     assert model in (None, trained), "the same command trained another model under this engine"

@@ -176,7 +176,7 @@ def chain(world: World, folder: Path, stop_at: int | None) -> Trained | None:
         "optimizer": "adamw",
         "base_lr": 0.01,
         "global_batch": 16,
-        "epochs": 3,
+        "epochs": 5,
     }
     task = type(task)(**{**vars(task), "objective": failing})
     try:

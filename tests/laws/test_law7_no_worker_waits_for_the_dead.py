@@ -135,7 +135,9 @@ def test_ctrl_c_ends_everything_and_keeps_the_record(workers: str, runs: Path, t
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=40)
     assert process.returncode == 130, err
-    assert err.strip() == "paceline: interrupted"
+    (line,) = err.splitlines()
+    assert line.startswith("paceline: stopped by Ctrl-C after step")
+    assert line.endswith("a checkpoint is written, and the same command with --resume goes on")
     assert not tagged(tag)
     (record,) = runs.glob("*")
     assert json.loads((record / "result.json").read_text())["status"] == "interrupted"

@@ -30,6 +30,7 @@ def evaluate(step: Step, loader: Loader, samples: int) -> dict[str, float]:
         for row, name in enumerate(metrics):
             table[row, int(chunk[0]) : int(chunk[-1]) + 1] = values[name]
     model.train(was_training)
+    step.mark(-1, "reduce")
     if world.size > 1:
         dist.all_reduce(table)
     return dict(zip(metrics, table.double().mean(1).tolist(), strict=True))

@@ -21,7 +21,8 @@ def same_bits(config: Config) -> Iterator[None]:
         yield
         return
     # Read when cuBLAS starts; without it torch refuses matrix products in deterministic mode.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     threads = torch.get_num_threads()
     deterministic, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, fill = torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -32,6 +33,10 @@ def same_bits(config: Config) -> Iterator[None]:
     try:
         yield
     finally:
+        if workspace is None:
+            del os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        else:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn)
         torch.backends.cudnn.benchmark = benchmark

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint import Writer, load_latest
+from paceline.checkpoint import CheckpointError, Writer, load_latest
 from paceline.config import flag, parse_every
 from paceline.dist.world import World
 from paceline.errors import UsageError
@@ -61,12 +61,12 @@ class Keeper:
         self._steps, self._seconds = parse_every(run.config.checkpoint_every)
         self.on = bool(self._steps or self._seconds)
         self._folder, self._say = folder, say
-        self._writer = Writer(folder, run.config.keep, say) if folder is not None and self.on else None
+        self._writer: Writer | None = None  # made when there is something to write
         self._last_s = time.monotonic()
 
     def wishes(self) -> bool:
         """Whether, by rank 0's clock, it is time: a wish that travels with the step's metrics."""
-        return self._writer is not None and 0 < self._seconds <= time.monotonic() - self._last_s
+        return self._folder is not None and 0 < self._seconds <= time.monotonic() - self._last_s
 
     def due(self, step: int) -> bool:
         """Whether one is due after so many steps. All workers find the same."""
@@ -77,8 +77,14 @@ class Keeper:
         tensors, facts = _capture(self._run, progress)
         facts["identity"] = self._identity
         self._last_s = time.monotonic()
-        if self._writer is not None:
-            self._writer.save(progress.step, tensors, facts)
+        if self._folder is None:
+            return
+        try:
+            self._writer = self._writer or Writer(self._folder, self._run.config.keep, self._say)
+        except CheckpointError as error:
+            self._say(f"no checkpoint at step {progress.step}: {error}; training goes on")
+            return
+        self._writer.save(progress.step, tensors, facts)
 
     def wait(self) -> bool:
         """Until the last checkpoint is on disk; False where it could not be written, or this worker writes none."""

@@ -143,6 +143,7 @@ class _Fit:
                 progress.epoch_time_s = time.perf_counter() - begin
                 self._save_or_stop()
         self._tell(meter.flush(), epoch, begin, first + steps)
+        run.step.mark(progress.step, "reduce")
         run.world.barrier()
         progress.epoch_time_s = time.perf_counter() - begin
 
@@ -169,9 +170,10 @@ class _Fit:
     def _save_or_stop(self) -> None:
         """Write the checkpoint that is due or wished for; end the run if that was the wish. Every worker reaches this."""
         step, saved = self.progress.step, self.keeper.on
-        self.run.step.mark(step, "checkpoint")
         if saved:
+            self.run.step.mark(step, "reduce")  # everybody's statistics are gathered
             self.keeper.save(self.progress)
+        self.run.step.mark(step, "checkpoint")
         self.save_wished = False
         if self.stop_wished:
             if saved and self.run.world.speaks:

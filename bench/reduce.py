@@ -1,0 +1,169 @@
+"""What exactness costs, and that fast mode costs nothing: images/s of 2 CPU workers with DDP by hand, `--reduce fast`, `exact`.
+
+    python bench/reduce.py [--rounds 9] [--models cnn mlp:width=1024] [--out bench/results/reduce.json]
+
+All three train the same model on the same batches, in the same two processes, an epoch at a time in turn, so that a busy
+machine slows all of them; each round gives one ratio of each, and medians are the result. `plain` is the loop one would write by hand
+around torch's DistributedDataParallel: same data on the device, same augmentation, same optimizer, no metrics, no checks.
+One thread a worker. The first round is warm-up and left out.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline import models
+from paceline.config import Config
+from paceline.data.loaders import Arrays, Resident
+from paceline.dist.reduce import ExactReducer
+from paceline.dist.world import World
+from paceline.optim import make_optimizer
+from paceline.records import environment
+from paceline.training import tasks
+from paceline.training.build import build
+from paceline.training.contract import plan_run
+from paceline.training.loop import fit
+from paceline.training.task import Task
+
+WORKERS, PART_BATCH = 2, 128
+KINDS = ("plain", "fast", "exact")
+IMAGES = {"in_channels": 1, "image_size": 28, "classes": 10}
+
+
+def main() -> None:
+    """Measure, print and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--models", nargs="+", default=["cnn", "resnet:depth=8", "mlp:width=1024"])
+    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "reduce.json"))
+    args = parser.parse_args()
+    by_model = {model: summarise(measure(model, args.rounds)) for model in args.models}
+    result = {
+        "what": "images/s of 2 CPU workers of one thread on fashion-mnist-mini: DDP by hand, --reduce fast, --reduce exact",
+        "command": " ".join(["python", "bench/reduce.py", *sys.argv[1:]]),
+        "part_batch": PART_BATCH,
+        "by_model": by_model,
+        "environment": {name: value for name, value in environment().items() if name not in ("machine", "command")},
+    }
+    Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
+    print(f"{table(result)}\nwritten to {args.out}")
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown, for the README."""
+    lines = [
+        "| model (parameters) | DDP by hand | fast | exact | fast / by hand: time | exact / fast: time | exact / fast: bytes |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model, found in result["by_model"].items():
+        speeds = " | ".join(f"{found[kind]['median']:,.0f}" for kind in KINDS)
+        ratios = [f"{found[name]['median']:.2f} ({found[name]['min']:.2f} to {found[name]['max']:.2f})" for name in RATIOS]
+        lines.append(f"| {model} ({found['parameters']:,}) | {speeds} | {' | '.join(ratios)} | {found['bytes_ratio']:.2f} |")
+    return "\n".join(lines)
+
+
+RATIOS = ("fast_over_plain", "exact_over_fast")
+
+
+def summarise(found: dict[str, Any]) -> dict[str, Any]:
+    """Medians over the rounds, and ratios of times within each round."""
+    rows = found.pop("rows")
+    for row in rows:
+        row["fast_over_plain"], row["exact_over_fast"] = row["plain"] / row["fast"], row["fast"] / row["exact"]
+    return {**found, "n": len(rows), **{name: spread([row[name] for row in rows]) for name in (*KINDS, *RATIOS)}, "rows": rows}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, smallest and largest."""
+    return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
+
+
+def measure(model: str, rounds: int) -> dict[str, Any]:
+    """Two processes; rank 0's account of it."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        queue: Any = context.SimpleQueue()
+        workers = [context.Process(target=_worker, args=(rank, folder, model, rounds, queue)) for rank in range(WORKERS)]
+        for worker in workers:
+            worker.start()
+        found: dict[str, Any] = queue.get()
+        for worker in workers:
+            worker.join()
+            assert worker.exitcode == 0
+    return found
+
+
+def _worker(rank: int, folder: str, model: str, rounds: int, queue: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORKERS)
+    world = World(
+        rank=rank,
+        local_rank=rank,
+        node=0,
+        size=WORKERS,
+        local_size=WORKERS,
+        nodes=1,
+        device=torch.device("cpu"),
+        backend="gloo",
+        launcher="bench",
+    )
+    rows: list[dict[str, float]] = []
+    for number in range(rounds + 1):
+        row = {}
+        for kind in KINDS[number % 3 :] + KINDS[: number % 3]:
+            options = {"epochs": 1, "model": model, "reference_batch": PART_BATCH}
+            if kind == "plain":
+                row[kind] = plain_epoch(*tasks.resolve("fashion-mnist-mini", options), world)
+            else:
+                row[kind] = fit(
+                    build(*tasks.resolve("fashion-mnist-mini", {**options, "reduce": kind}), world), ()
+                ).samples_per_s
+        if number and rank == 0:
+            rows.append(row)
+            print(f"{model}, {number}/{rounds}: " + ", ".join(f"{kind} {row[kind]:,.0f}" for kind in KINDS), flush=True)
+    if rank == 0:
+        parameters = list(models.build(model, **IMAGES).parameters())
+        values = sum(parameter.numel() for parameter in parameters)
+        queue.put({"parameters": values, "bytes_ratio": ExactReducer(parameters, WORKERS).nbytes / (4 * values), "rows": rows})
+    dist.barrier()
+    os._exit(0)
+
+
+def plain_epoch(task: Task, config: Config, world: World) -> float:
+    """Images/s of an epoch with DDP as one would write it by hand."""
+    data = task.train()
+    assert isinstance(data, Arrays)
+    loader, rank = Resident(data, task.prepare, world.device), world.rank
+    sampler, schedule = plan_run(config, world, len(data))
+    model = models.build(config.model, **IMAGES)
+    optimizer = make_optimizer(model, config)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    order = sampler.order(0)
+    plan = [order[slice(*sampler.part_bounds(i)[rank : rank + 2])] for i in range(sampler.steps)]
+    model.train()
+    dist.barrier()
+    begin = time.perf_counter()
+    for step, (images, labels) in enumerate(loader.batches(plan, 0)):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.lr(step)
+        torch.nn.functional.cross_entropy(wrapped(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    dist.barrier()
+    return len(data) / (time.perf_counter() - begin)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Kill a run 50 times at random moments, on 1 to 4 workers in turn, and see that nothing came of it.
+
+    python bench/soak.py [--kills 50] [--seed 0] [--out bench/results/soak.json]
+
+The run trains a small residual net (batch norm, momentum, augmentation) in exact mode, with four virtual workers. Every attempt
+resumes it on a random number of workers and ends with SIGKILL: of a random worker or the launcher at a random moment, in the
+middle of writing a checkpoint, or just after a checkpoint that lost its end. At last it may finish. Its weights must have the
+hash of the same run left alone on one worker, its record the same numbers, and every sample of every epoch must have been
+trained on exactly once.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from harness.faults import SAMPLES, TASK, Fault, fail_at, samples_by_step, variables
+from harness.processes import children
+from paceline.data.sampler import Sampler
+from paceline.records import environment, read_metrics, read_result
+
+EPOCHS, PARTS, GLOBAL_BATCH = 100, 4, 16
+FLAGS = ["--virtual-workers", str(PARTS), "--global-batch", str(GLOBAL_BATCH), "--reduce", "exact", "--epochs", str(EPOCHS)]
+HOW = ("worker", "worker", "launcher", "checkpoint write", "torn checkpoint")
+
+
+def main() -> int:
+    """Soak, print the tally, write it down; 0 if all is as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "soak.json"))
+    args = parser.parse_args()
+    out, before = Path(args.out).resolve(), Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            tally = soak(args.kills, random.Random(args.seed))
+        finally:
+            os.chdir(before)
+    about = {name: value for name, value in environment().items() if name not in ("machine", "command")}
+    command = " ".join(["python", "bench/soak.py", *sys.argv[1:]])
+    out.write_text(json.dumps({"command": command, **tally, "environment": about}, indent=2) + "\n")
+    ok = tally["same_hash"] and tally["same_metrics"] and tally["every_sample_once"] and tally["kills"] == args.kills
+    print(summary(tally), f"written to {args.out}", "PASSED" if ok else "FAILED", sep="\n")
+    return not ok
+
+
+def soak(kills: int, chance: random.Random) -> dict[str, Any]:
+    """The whole of it, in the current folder."""
+    assert train("calm", 1, []).wait() == 0
+    calm, run = Path("runs/calm"), Path("runs/soak")
+    for path in Path("seen").iterdir():
+        path.unlink()
+    done: list[dict[str, Any]] = []
+    while len(done) < kills:
+        workers, how = chance.randint(1, 4), chance.choice(HOW)
+        before = newest(run)
+        faults = []
+        if how == "checkpoint write":
+            faults = [fail_at(0, before + chance.randint(1, 5), "kill writer")]
+        elif how == "torn checkpoint":
+            faults = [fail_at(0, before + chance.randint(1, 5), "torn")]
+        for struck in Path("seen").glob("struck-*"):
+            struck.unlink()
+        process = train("soak", workers, faults, slow_s=0.03)
+        if how in ("worker", "launcher"):
+            await_steps(process, seen_bytes())
+            time.sleep(chance.uniform(0, 1.5))
+            victim = process.pid
+            if how == "worker":
+                victim = chance.choice(worker_pids(process.pid))
+            os.kill(victim, signal.SIGKILL)
+        code = process.wait(timeout=120)
+        struck = how in ("worker", "launcher") or Path("seen/struck-0").exists()
+        assert code != 0, "it came to its end before it could be killed: make it longer"
+        assert struck, f"it ended by itself:\n{Path('soak.log').read_text()[-3000:]}"
+        row = {"workers": workers, "how": how, "from_step": before, "newest_checkpoint": newest(run), "exit_code": code}
+        done.append(row)
+        print(
+            f"kill {len(done)} of {kills}: {how} on {workers} worker(s), from step {before} to {row['newest_checkpoint']}",
+            flush=True,
+        )
+    assert train("soak", chance.randint(1, 4), []).wait() == 0
+    how_many = {how: sum(row["how"] == how for row in done) for how in dict.fromkeys(HOW)}
+    return {
+        "what": "a run killed again and again against the same run left alone",
+        "kills": len(done),
+        "by_kind": how_many,
+        "by_workers": {str(n): sum(row["workers"] == n for row in done) for n in range(1, 5)},
+        "steps": read_result(run)["steps"],
+        "epochs": EPOCHS,
+        "same_hash": read_result(run)["model_sha256"] == read_result(calm)["model_sha256"],
+        "same_metrics": rows(run) == rows(calm),
+        "every_sample_once": every_sample_once(),
+        "model_sha256": read_result(run)["model_sha256"],
+        "rows": done,
+    }
+
+
+def train(name: str, workers: int, faults: list[Fault], slow_s: float = 0.0) -> "subprocess.Popen[bytes]":
+    """Start the run, or go on with it."""
+    command = [sys.executable, "-m", "paceline", "train", TASK, *FLAGS, "--name", name, "--resume", "--workers", str(workers)]
+    env = {**os.environ, **variables(faults, slow_s), "OMP_NUM_THREADS": "1"}
+    with Path(f"{name}.log").open("ab") as log:
+        return subprocess.Popen([*command, "--checkpoint-every", "2"], env=env, stdout=log, stderr=log)
+
+
+def worker_pids(pid: int) -> list[int]:
+    """The launcher's workers, or the process itself where it trains alone."""
+    return [child for child, command in children(pid).items() if "paceline train" in command] or [pid]
+
+
+def seen_bytes() -> int:
+    return sum(path.stat().st_size for path in Path("seen").glob("*.jsonl"))
+
+
+def await_steps(process: "subprocess.Popen[bytes]", before: int) -> None:
+    """Until this attempt has begun to train."""
+    while seen_bytes() <= before:
+        assert process.poll() is None, f"it ended by itself:\n{Path('soak.log').read_text()[-3000:]}"
+        time.sleep(0.01)
+
+
+def newest(record: Path) -> int:
+    steps = [int(re.findall(r"\d+", path.name)[0]) for path in record.glob("checkpoints/step-*.safetensors")]
+    return max(steps, default=0)
+
+
+def rows(record: Path) -> list[dict[str, Any]]:
+    """The record's numbers, without times."""
+    kept = [row for row in read_metrics(record) if row["kind"] in ("step", "epoch")]
+    return [{name: value for name, value in row.items() if "time" not in name and "per_s" not in name} for row in kept]
+
+
+def every_sample_once() -> bool:
+    sampler, steps = Sampler(SAMPLES, GLOBAL_BATCH, PARTS, 0), samples_by_step()
+    for epoch in range(EPOCHS):
+        for i in range(sampler.steps):
+            expected = sampler.order(epoch)[sampler.step_bounds[i] : sampler.step_bounds[i + 1]]
+            if sorted(steps.pop(epoch * sampler.steps + i, [])) != sorted(expected.tolist()):
+                return False
+    return not steps
+
+
+def summary(tally: dict[str, Any]) -> str:
+    """The tally in a line, for the README."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in tally["by_kind"].items())
+    return (
+        f"{tally['kills']} kills ({kinds}) on 1 to 4 workers over {tally['steps']} steps: same weights hash"
+        f" {'yes' if tally['same_hash'] else 'NO'}, same metrics {'yes' if tally['same_metrics'] else 'NO'}, every sample of"
+        f" every epoch once {'yes' if tally['every_sample_once'] else 'NO'}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
