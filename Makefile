@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test check format bench soak clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,8 +33,13 @@ format: setup  ## rewrite files to house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## measure 1 against 2 CPU workers; rewrites bench/results/workers.json
+bench: setup  ## measure workers, exact sums and checkpoints; rewrites bench/results
 	$(BIN)/python bench/workers.py
+	$(BIN)/python bench/reduce.py
+	$(BIN)/python bench/checkpoint.py
+
+soak: setup  ## kill a run 50 times and compare it with one left alone, about 10 minutes; rewrites bench/results/soak.json
+	$(BIN)/python bench/soak.py
 
 clean:  ## remove .venv and caches (records in runs/ stay)
 	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info

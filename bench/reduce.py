@@ -3,18 +3,15 @@
     python bench/reduce.py [--rounds 9] [--models cnn mlp:width=1024] [--out bench/results/reduce.json]
 
 All three train the same model on the same batches, in the same two processes, an epoch at a time in turn, so that a busy
-machine slows all of them; each round gives one ratio of each, and medians are the result. `plain` is the loop one would write by hand
-around torch's DistributedDataParallel: same data on the device, same augmentation, same optimizer, no metrics, no checks.
-One thread a worker. The first round is warm-up and left out.
+machine slows all of them; each round gives one ratio of each, and medians are the result. `plain` is the loop one would write
+by hand around torch's DistributedDataParallel: same data on the device, same augmentation, same optimizer, no metrics, no
+checks. One thread a worker. The first round is warm-up and left out.
 """
 
 import argparse
 import json
-import multiprocessing
-import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from harness.processes import run_workers
 from paceline import models
 from paceline.config import Config
 from paceline.data.loaders import Arrays, Resident
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["cnn", "resnet:depth=8", "mlp:width=1024"])
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "reduce.json"))
     args = parser.parse_args()
-    by_model = {model: summarise(measure(model, args.rounds)) for model in args.models}
+    by_model = {model: summarise(run_workers(measure, WORKERS, model, args.rounds, timeout_s=3600)[0]) for model in args.models}
     result = {
         "what": "images/s of 2 CPU workers of one thread on fashion-mnist-mini: DDP by hand, --reduce fast, --reduce exact",
         "command": " ".join(["python", "bench/reduce.py", *sys.argv[1:]]),
@@ -89,36 +89,8 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
 
 
-def measure(model: str, rounds: int) -> dict[str, Any]:
-    """Two processes; rank 0's account of it."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        queue: Any = context.SimpleQueue()
-        workers = [context.Process(target=_worker, args=(rank, folder, model, rounds, queue)) for rank in range(WORKERS)]
-        for worker in workers:
-            worker.start()
-        found: dict[str, Any] = queue.get()
-        for worker in workers:
-            worker.join()
-            assert worker.exitcode == 0
-    return found
-
-
-def _worker(rank: int, folder: str, model: str, rounds: int, queue: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORKERS)
-    world = World(
-        rank=rank,
-        local_rank=rank,
-        node=0,
-        size=WORKERS,
-        local_size=WORKERS,
-        nodes=1,
-        device=torch.device("cpu"),
-        backend="gloo",
-        launcher="bench",
-    )
+def measure(world: World, model: str, rounds: int) -> dict[str, Any]:
+    """One worker's account of it."""
     rows: list[dict[str, float]] = []
     for number in range(rounds + 1):
         row = {}
@@ -127,18 +99,15 @@ def _worker(rank: int, folder: str, model: str, rounds: int, queue: Any) -> None
             if kind == "plain":
                 row[kind] = plain_epoch(*tasks.resolve("fashion-mnist-mini", options), world)
             else:
-                row[kind] = fit(
-                    build(*tasks.resolve("fashion-mnist-mini", {**options, "reduce": kind}), world), ()
-                ).samples_per_s
-        if number and rank == 0:
+                run = build(*tasks.resolve("fashion-mnist-mini", {**options, "reduce": kind}), world)
+                row[kind] = fit(run, ()).samples_per_s
+        if number:
             rows.append(row)
-            print(f"{model}, {number}/{rounds}: " + ", ".join(f"{kind} {row[kind]:,.0f}" for kind in KINDS), flush=True)
-    if rank == 0:
-        parameters = list(models.build(model, **IMAGES).parameters())
-        values = sum(parameter.numel() for parameter in parameters)
-        queue.put({"parameters": values, "bytes_ratio": ExactReducer(parameters, WORKERS).nbytes / (4 * values), "rows": rows})
-    dist.barrier()
-    os._exit(0)
+            if world.speaks:
+                print(f"{model}, {number}/{rounds}: " + ", ".join(f"{kind} {row[kind]:,.0f}" for kind in KINDS), flush=True)
+    parameters = list(models.build(model, **IMAGES).parameters())
+    values = sum(parameter.numel() for parameter in parameters)
+    return {"parameters": values, "bytes_ratio": ExactReducer(parameters, WORKERS).nbytes / (4 * values), "rows": rows}
 
 
 def plain_epoch(task: Task, config: Config, world: World) -> float:

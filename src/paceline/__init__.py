@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from paceline.config import Config as Config
     from paceline.data.loaders import Arrays as Arrays
     from paceline.data.sampler import Sampler as Sampler
+    from paceline.dist.reduce import ExactReducer as ExactReducer
     from paceline.dist.world import World as World
     from paceline.dist.world import world as world
     from paceline.errors import PacelineError as PacelineError
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "Arrays": "paceline.data.loaders",
     "Config": "paceline.config",
+    "ExactReducer": "paceline.dist.reduce",
     "PacelineError": "paceline.errors",
     "Result": "paceline.training.observers",
     "Sampler": "paceline.data.sampler",

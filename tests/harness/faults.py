@@ -111,6 +111,16 @@ def _stop() -> None:
     os.kill(os.getppid() if "PACELINE_REPORTS" in os.environ else os.getpid(), signal.SIGTERM)
 
 
+def _stop_launcher() -> None:
+    """SIGTERM to torchrun or mpirun, as from whoever runs them."""
+    os.kill(os.getppid(), signal.SIGTERM)
+
+
+def _requeue() -> None:
+    """What Slurm does to the job it preempts: SIGTERM, SIGKILL after its KillWait, and the same job once more."""
+    subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
+
+
 def _fill_disk() -> None:
     """Files cannot grow beyond 100 KB from now on: a checkpoint does not fit."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -148,6 +158,8 @@ KINDS: dict[str, Callable[[], None]] = {
     "hang in C": _hang_in_c,
     "out of memory": _out_of_memory,
     "stop": _stop,
+    "stop launcher": _stop_launcher,
+    "requeue": _requeue,
     "disk full": _fill_disk,
     "disk free": _free_disk,
     "kill writer": _kill_writer,

@@ -10,6 +10,7 @@ from harness.processes import run
 PUBLIC = [
     "Arrays",
     "Config",
+    "ExactReducer",
     "PacelineError",
     "Result",
     "Sampler",

@@ -1,6 +1,6 @@
 """How workers of one world find each other without a fixed port.
 
-torchrun brings a store of its own. Under srun and mpirun every worker knows only where rank 0 is and a key of the run. So rank
+torchrun brings a store of its own, which it keeps when it starts its workers again: `meet_afresh` finds a clean corner of it. Under srun and mpirun every worker knows only where rank 0 is and a key of the run. So rank
 0 opens its store on any free port, and tells that port, with the key, to whoever calls the first free port of a row that
 follows from the key; the others call the row until one answers with their key. Two runs on one machine that meet on the same
 port tell each other apart and move on, and so they do with strangers. A store is never called on trust: torch's client waits
@@ -11,15 +11,17 @@ an old store.
 import hashlib
 import socket
 import time
+import uuid
 from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.dist.place import Place, meeting_point
 from paceline.errors import PacelineError
 
 _HERE = "paceline/here"  # counts the workers that found the store
+_ATTEMPT = "paceline/attempt"  # in torchrun's store: the name rank 0 gave to the newest attempt
 _ROW = 16  # ports tried; all below 32768, where Linux starts handing out ports for outgoing connections
 _ANSWER_S = 2  # rank 0 answers within 0.05 s
 _FIRST_PORT, _PORTS = 20000, 12000
@@ -34,6 +36,29 @@ def meet(place: Place, timeout: timedelta) -> Store:
         return TCPStore(host, port, place.size, is_master=place.rank == 0, timeout=timeout)
     row = [_FIRST_PORT + _hash(place.run_key, i) % _PORTS for i in range(_ROW)]
     return _host(host, row, place, timeout) if place.rank == 0 else _find(host, row, place, timeout)
+
+
+def meet_afresh(store: Store, place: Place, timeout: timedelta) -> Store:
+    """The part of torchrun's store that this attempt's workers share with no earlier one. Every worker reaches this.
+
+    What dead workers wrote there still leads to them: gloo would call their closed ports. torchrun's count of restarts does
+    not tell attempts apart, as nodes may count differently. So rank 0 names the attempt, and answers each of the others in
+    person: who has read an old name gets no answer, and reads again.
+    """
+    me, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if place.rank == 0:
+        store.set(_ATTEMPT, me)
+        for rank in range(1, place.size):
+            store.wait([f"{me}/{rank}"], timeout)
+            store.set(f"{me}/{rank}/{store.get(f'{me}/{rank}').decode()}", "welcome")
+        return PrefixStore(me, store)
+    while time.monotonic() < end:
+        attempt = store.get(_ATTEMPT).decode()
+        store.set(f"{attempt}/{place.rank}", me)
+        if store.check([f"{attempt}/{place.rank}/{me}"]):
+            return PrefixStore(attempt, store)
+        time.sleep(0.05)
+    raise PacelineError(f"worker {place.rank} had no answer from rank 0 within {timeout.total_seconds():.0f} s")
 
 
 def _host(host: str, row: list[int], place: Place, timeout: timedelta) -> Store:

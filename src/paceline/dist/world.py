@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.dist.meet import meet
+from paceline.dist.meet import meet, meet_afresh
 from paceline.dist.place import Place, cores, meeting_point, read_place, threads_per_worker
 from paceline.errors import UsageError
 
@@ -42,6 +42,12 @@ class World:
     def barrier(self) -> None:
         """Wait until every worker is here."""
         dist.barrier(device_ids=[self.device.index] if self.backend == "nccl" else None)
+
+    def any(self, value: bool) -> bool:
+        """Whether this is so for at least one worker. Every worker reaches this."""
+        flag = torch.tensor(int(value), device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, made of what JSON can say, on every worker. Every worker reaches this."""
@@ -70,10 +76,13 @@ def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
     timeout = timedelta(seconds=timeout_s)
     if backend == "mpi":
         dist.init_process_group("mpi")
-    elif place.launcher in ("paceline", "torchrun"):  # these host the store and name it in MASTER_ADDR and MASTER_PORT
-        dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size)
     else:
-        dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size, store=meet(place, timeout))
+        if place.launcher in ("paceline", "torchrun"):  # these host the store and name it in MASTER_ADDR and MASTER_PORT
+            store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=timeout))
+            store = meet_afresh(store, place, timeout)
+        else:
+            store = meet(place, timeout)
+        dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size, store=store)
     try:
         yield World(
             rank=place.rank,

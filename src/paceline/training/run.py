@@ -58,8 +58,6 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
             raise UsageError("give a Config or options, not both")
         options = {name: value for name, value in vars(config).items() if value is not None}
     place = read_place()
-    if place.restarts:
-        options.setdefault("resume", "auto")  # torchrun started this worker again: it goes on
     where = _where(options)
     check_workers(place, where.workers)
     if place.launcher != "alone":
@@ -128,6 +126,9 @@ def _train_here(task: str | Task, options: Mapping[str, Any], place: Place) -> R
     given = task if isinstance(task, str) else task.name
     where = _where(options)
     with world(where.backend, where.timeout_s + _AFTER_WATCH_S) as here:
+        if place.launcher == "torchrun" and here.any(place.restarts > 0):  # nodes may count differently
+            options = {"resume": "auto", **options}
+            where = _where(options)
         record = None
         if where.resume:  # rank 0 alone looks: the others need not reach the folder
             found = find_record(task, where) if here.speaks else None

@@ -1,0 +1,112 @@
+"""What checkpoints cost: the time each one adds to training on 2 CPU workers, and what that is at the default of one a minute.
+
+    python bench/checkpoint.py [--rounds 9] [--models cnn mlp:width=1024] [--out bench/results/checkpoint.json]
+
+Epochs with a checkpoint every few steps and epochs without any take turns in the same two processes; the difference of two
+neighbouring epochs, divided by the checkpoints written, is what one adds (the copy, the gathering of statistics, and the
+writer's competing for the core while training goes on). It may come out below zero where noise is larger than the cost.
+`stall` is what the training thread itself spends on one, by the clock.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from harness.processes import run_workers
+from paceline.dist.world import World
+from paceline.records import environment
+from paceline.training import tasks
+from paceline.training.build import build
+from paceline.training.keeper import Keeper, Progress
+from paceline.training.loop import fit
+
+WORKERS, PART_BATCH, EVERY, DEFAULT_S = 2, 128, 6, 60.0
+
+
+class Timed(Keeper):
+    """A keeper that notes how long it holds up training."""
+
+    def save(self, progress: Progress) -> None:
+        begin = time.perf_counter()
+        super().save(progress)
+        self.stalls_s: list[float] = [*getattr(self, "stalls_s", []), time.perf_counter() - begin]
+
+
+def main() -> None:
+    """Measure, print and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--models", nargs="+", default=["cnn", "mlp:width=1024"])
+    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "checkpoint.json"))
+    args = parser.parse_args()
+    by_model = {}
+    for model in args.models:
+        with tempfile.TemporaryDirectory() as folder:
+            found = run_workers(measure, WORKERS, model, args.rounds, Path(folder), timeout_s=3600)[0]
+        rows = found.pop("rows")
+        spreads = {name: spread([row[name] for row in rows]) for name in ("added_s", "stall_s", "step_s")}
+        cost = {"cost_at_default_percent": round(100 * spreads["added_s"]["median"] / DEFAULT_S, 4)}
+        by_model[model] = {**found, "n": len(rows), **spreads, **cost, "rows": rows}
+    result = {
+        "what": f"time one checkpoint adds to training on 2 CPU workers, one every {EVERY} steps against none",
+        "command": " ".join(["python", "bench/checkpoint.py", *sys.argv[1:]]),
+        "default": "one every 60 s",
+        "by_model": by_model,
+        "environment": {name: value for name, value in environment().items() if name not in ("machine", "command")},
+    }
+    Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
+    print(f"{table(result)}\nwritten to {args.out}")
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown, for the README."""
+    lines = ["| model | file | a step | one checkpoint holds up | adds in all | at one a minute |", "|---|---|---|---|---|---|"]
+    for model, found in result["by_model"].items():
+        ms = {name: f"{1e3 * found[name]['median']:.1f} ms" for name in ("step_s", "stall_s", "added_s")}
+        low, high = (1e3 * found["added_s"][name] for name in ("min", "max"))
+        lines.append(
+            f"| {model} | {found['bytes'] / 1e6:.1f} MB | {ms['step_s']} | {ms['stall_s']} | {ms['added_s']} ({low:.1f} to"
+            f" {high:.1f}) | {found['cost_at_default_percent']:.3f}% |"
+        )
+    return "\n".join(lines)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, smallest and largest."""
+    return {"median": round(statistics.median(values), 6), "min": round(min(values), 6), "max": round(max(values), 6)}
+
+
+def measure(world: World, model: str, rounds: int, folder: Path) -> dict[str, Any]:
+    """One worker's account of it."""
+    rows = []
+    for number in range(rounds + 1):
+        times: dict[str, float] = {}
+        for every in ("0", str(EVERY)) if number % 2 else (str(EVERY), "0"):
+            options = {"epochs": 1, "model": model, "reference_batch": PART_BATCH, "checkpoint_every": every}
+            run = build(*tasks.resolve("fashion-mnist-mini", options), world)
+            keeper = Timed(run, folder if world.speaks else None)
+            times[every] = fit(run, (), keeper).train_time_s
+            if every != "0":
+                stalls = keeper.stalls_s
+        if number:
+            row = {
+                "added_s": (times[str(EVERY)] - times["0"]) / len(stalls),
+                "stall_s": statistics.median(stalls),
+                "step_s": times["0"] / run.sampler.steps,
+            }
+            rows.append(row)
+            if world.speaks:
+                print(f"{model}, {number}/{rounds}: " + ", ".join(f"{k} {1e3 * v:.2f} ms" for k, v in row.items()), flush=True)
+    size = max((path.stat().st_size for path in folder.glob("step-*")), default=0)
+    return {"bytes": size, "rows": rows}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""On one GPU: the same bits for 1 to 4 workers, and what parts, exact sums and checkpoints cost.
+
+    python bench/gpu_parts.py [--model wide_resnet] [--rounds 5] [--out bench/results/gpu_parts.json]
+
+Bits: `paceline train --reduce exact` with 1 to 4 gloo workers that share the GPU, fp32 and bf16. Speed: one worker over NCCL,
+steps of the same global batch as one part, as V parts together, in turn, and with exact sums, taking turns round after round.
+Checkpoints: how long one holds up training, and the whole time it adds. Fashion-MNIST mini, batch on the device.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.dist.world import World, world
+from paceline.records import environment
+from paceline.training import tasks
+from paceline.training.build import build
+from paceline.training.keeper import Keeper, Progress
+from paceline.training.loop import fit
+
+PARTS, GLOBAL_BATCH = 8, 1024
+WAYS: dict[str, dict[str, Any]] = {
+    "one part": {"virtual_workers": 1},
+    "together": {"virtual_workers": PARTS},
+    "in turn": {"virtual_workers": PARTS, "parts_at_once": 1},
+    "exact": {"virtual_workers": PARTS, "reduce": "exact"},
+    "exact, 4 at once": {"virtual_workers": PARTS, "reduce": "exact", "parts_at_once": 4},
+}
+
+
+class Timed(Keeper):
+    """A keeper that notes how long it holds up training."""
+
+    def save(self, progress: Progress) -> None:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        super().save(progress)
+        torch.cuda.synchronize()
+        self.stalls_s: list[float] = [*getattr(self, "stalls_s", []), time.perf_counter() - begin]
+
+
+def main() -> None:
+    """Measure, print and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="wide_resnet")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "gpu_parts.json"))
+    args = parser.parse_args()
+    result = {
+        "command": " ".join(["python", "bench/gpu_parts.py", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "model": args.model,
+        "bits": {precision: bits(args.model, precision, args.steps) for precision in ("fp32", "bf16")},
+    }
+    with world() as here:
+        result["speed"] = speed(here, args.model, args.rounds)
+        result["checkpoint"] = checkpoints(here, args.model)
+    result["environment"] = {name: value for name, value in environment().items() if name not in ("machine", "command")}
+    Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+def bits(model: str, precision: str, steps: int) -> dict[str, Any]:
+    """The model's hash after some steps, for each number of workers."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [
+            "--virtual-workers",
+            "4",
+            "--reduce",
+            "exact",
+            "--crop",
+            "2",
+            "--max-steps",
+            str(steps),
+            "--precision",
+            precision,
+        ]
+        for workers in ("1", "2", "3", "4"):
+            command = [sys.executable, "-m", "paceline", "train", "fashion-mnist-mini", "--model", model, *flags]
+            where = ["--workers", workers, "--backend", "gloo", "--runs-dir", folder, "--name", workers]
+            subprocess.run([*command, *where], check=True, stdout=subprocess.DEVNULL)
+            found[workers] = json.loads((Path(folder) / workers / "result.json").read_text())["model_sha256"]
+    return {"steps": steps, "model_sha256": found, "same": len(set(found.values())) == 1}
+
+
+def speed(here: World, model: str, rounds: int) -> dict[str, Any]:
+    """Images/s of every way, medians over rounds after one of warm-up."""
+    rows: list[dict[str, float]] = []
+    for number in range(rounds + 1):
+        row = {}
+        for way, options in WAYS.items():
+            common = {"epochs": 3, "model": model, "global_batch": GLOBAL_BATCH, "precision": "bf16", "check_every": 0}
+            run = build(*tasks.resolve("fashion-mnist-mini", {**common, **options}), here)
+            row[way] = fit(run, ()).samples_per_s  # of the last epoch
+        if number:
+            rows.append(row)
+    spreads = {
+        way: {
+            "median": statistics.median(r[way] for r in rows),
+            "min": min(r[way] for r in rows),
+            "max": max(r[way] for r in rows),
+        }
+        for way in WAYS
+    }
+    return {"global_batch": GLOBAL_BATCH, "parts": PARTS, "precision": "bf16", "n": len(rows), "images_per_s": spreads}
+
+
+def checkpoints(here: World, model: str) -> dict[str, Any]:
+    """What one holds up, and the size of its file."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"epochs": 6, "model": model, "global_batch": 128, "precision": "bf16", "checkpoint_every": "20"}
+        run = build(*tasks.resolve("fashion-mnist-mini", options), here)
+        keeper = Timed(run, Path(folder))
+        fit(run, (), keeper)
+        size = max(path.stat().st_size for path in Path(folder).glob("step-*"))
+    stalls = [1e3 * stall for stall in keeper.stalls_s]
+    return {
+        "bytes": size,
+        "n": len(stalls),
+        "first_ms": stalls[0],
+        "median_ms": statistics.median(stalls[1:]),
+        "max_ms": max(stalls[1:]),
+    }
+
+
+if __name__ == "__main__":
+    main()
