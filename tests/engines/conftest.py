@@ -2,11 +2,14 @@
 
 import os
 import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
-from harness.engines import PACELINE, TRAIN, check_run
+from harness.engines import PACELINE, TRAIN, check_run, model_of, wait_for
+from harness.faults import FLAGS, TASK, left_behind, variables
 
 _SET_BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # so that every engine trains the same model bit for bit, and 4 workers fit on 2 cores
@@ -25,8 +28,29 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The hash of what `paceline train --workers 2` trains: the same command under any engine must train it too."""
     folder = tmp_path_factory.mktemp("model")
-    env = {name: value for name, value in os.environ.items() if name not in _SET_BY_HAND} | _ONE_THREAD
-    command = [*PACELINE, *TRAIN, "--workers", "2"]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=90, check=False)
-    assert done.returncode == 0, done.stderr
+    done = _run_in(folder, [*PACELINE, *TRAIN, "--workers", "2"], {})
     return check_run(Path(folder, "runs"), done.stdout, launcher="started here")
+
+
+@pytest.fixture(scope="session")
+def calm_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash of what the task of harness/faults.py trains on one worker that nothing happens to."""
+    folder = tmp_path_factory.mktemp("calm")
+    with chdir(folder):
+        env = variables()
+    _run_in(folder, [*PACELINE, "train", TASK, *FLAGS, "--name", "calm"], env)
+    return model_of(folder / "runs" / "calm")
+
+
+@pytest.fixture
+def uninterrupted(runs: Path, calm_model: str) -> Iterator[str]:
+    """That hash, for a test of survival; at its end no process of its runs is left, orphans included."""
+    yield calm_model
+    wait_for(lambda: not left_behind(), 10, lambda: f"processes left behind: {left_behind()}")
+
+
+def _run_in(folder: Path, command: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name not in _SET_BY_HAND} | _ONE_THREAD
+    done = subprocess.run(command, cwd=folder, env={**clean, **env}, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    return done

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from harness.engines import wait_for
 from paceline.dist import meet
@@ -63,6 +64,22 @@ def test_a_complete_world_is_not_found_again(row: list[int]) -> None:
     stores[0].set("run", "first")
     stores[3].set("run", "second")
     assert [store.get("run") for store in stores] == [b"first", b"first", b"second", b"second"]
+
+
+def test_workers_started_again_do_not_read_what_the_dead_wrote() -> None:
+    """torchrun keeps its store. The second worker is up before rank 0, and at first finds only the last attempt's name."""
+    store = PrefixStore("torchrun", HashStore())
+    with ThreadPoolExecutor() as pool:
+        first = [pool.submit(meet.meet_afresh, store, _place(rank, ""), _SOON) for rank in (0, 1)]
+        for each in first:
+            each.result(timeout=60).set("address", "dead")
+        guest = pool.submit(meet.meet_afresh, store, _place(1, ""), _SOON)
+        with pytest.raises(TimeoutError):
+            guest.result(timeout=0.3)
+        host = meet.meet_afresh(store, _place(0, ""), _SOON)
+        assert not host.check(["address"])
+        host.set("address", "alive")
+        assert guest.result(timeout=60).get("address") == b"alive"
 
 
 def test_a_row_full_of_strangers_is_one_line(row: list[int], stranger: socket.socket) -> None:

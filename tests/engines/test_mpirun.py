@@ -15,10 +15,12 @@ from harness.engines import (
     alive,
     check_apart,
     check_run,
+    check_survived,
     end_family,
     run_together,
     wait_for,
 )
+from harness.faults import FLAGS, TASK, fail_at, variables
 from harness.processes import children, run
 
 pytestmark = [
@@ -27,6 +29,8 @@ pytestmark = [
 ]
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
+_GRACE = ("--mca", "odls_base_sigkill_timeout", "3")
+"""On SIGTERM mpirun waits so many seconds, passes it on, and sends SIGKILL as many seconds later (1 unless told)."""
 
 
 def test_mpirun_starts_one_world(runs: Path, model: str) -> None:
@@ -57,3 +61,15 @@ def test_a_killed_worker_ends_the_job(runs: Path) -> None:
     finally:
         end_family(job)
     assert "on signal 9" in output.read_text(), "mpirun says what happened"
+
+
+def test_a_stopped_mpirun_is_resumed(runs: Path, uninterrupted: str) -> None:
+    """SIGTERM to mpirun at step 2; it takes 3 s to pass that on, of the 5.4 s that the other 18 steps take at least."""
+    env = variables([fail_at(1, 2, "stop launcher")], slow_s=0.15)
+    train = ["train", TASK, *FLAGS, "--name", "x", "--checkpoint-every", "1000"]  # so that only the stop writes one
+    done = run([*MPIRUN, *_GRACE, *PACELINE, *train], env=env, timeout_s=60)
+    assert done.returncode == 1, "mpirun's own code when it gets a signal"
+    assert done.stderr.count("stopped by SIGTERM after step") == 2, done.stderr
+    done = run([*MPIRUN[:-1], "3", *PACELINE, *train, "--resume"], env=variables(), timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    check_survived(runs / "x", uninterrupted, [3])

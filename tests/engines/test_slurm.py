@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines import INSTALL, PACELINE, TRAIN, check_apart, check_run, run_together, wait_for
+from harness.engines import INSTALL, PACELINE, TRAIN, check_apart, check_run, check_survived, run_together, wait_for
+from harness.faults import FLAGS, TASK, fail_at, variables
 from harness.slurm import Slurm, cluster, missing
 
 pytestmark = [
@@ -111,6 +112,25 @@ def test_a_worker_that_raises_ends_the_job(slurm: Slurm, runs: Path) -> None:
     assert done.stderr.count("Traceback") == 1, f"the other worker's loss of contact is no news:\n{done.stderr}"
     (record,) = runs.iterdir()
     assert json.loads((record / "result.json").read_text())["status"] == "failed"
+
+
+def test_a_requeued_job_goes_on(slurm: Slurm, runs: Path, uninterrupted: str) -> None:
+    """Put back into the queue at step 5, a job comes to its end with the same script, here with a task more than before."""
+    train = ["train", TASK, *FLAGS, "--name", "x", "--resume", "--checkpoint-every", "1000"]  # only the stop writes one
+    step = " ".join(["srun", "-n$((2 + ${SLURM_RESTART_COUNT:-0}))", *PACELINE, *train])
+    Path("job.sh").write_text(f"#!/bin/bash\n{step}\n")
+    env = variables([fail_at(1, 5, "requeue")], slow_s=0.03)  # 0.9 s more after step 5
+    flags = ["--requeue", "--open-mode=append", "--output=job.out", "-N2", "-n4"]
+    job = slurm.run("sbatch", "--parsable", *flags, "job.sh", env=env).stdout.strip()
+
+    def said() -> str:
+        return Path("job.out").read_text() if Path("job.out").exists() else slurm.logs()
+
+    wait_for(lambda: slurm.reason(job) == "BeginTime", 60, said)  # Slurm lets a requeued job wait for 120 s
+    slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")
+    wait_for(lambda: not slurm.jobs(), 60, said)
+    assert said().count("Exited with exit code 143") == 2, said()
+    check_survived(runs / "x", uninterrupted, [3])
 
 
 def test_where_a_process_stands(slurm: Slurm, runs: Path) -> None:

@@ -2,8 +2,20 @@
 
 from pathlib import Path
 
-from harness.engines import PACELINE, TORCHRUN, TRAIN, check_apart, check_run, free_ports, run_together
+from harness.engines import (
+    CONTRACT,
+    PACELINE,
+    TORCHRUN,
+    TRAIN,
+    check_apart,
+    check_run,
+    check_survived,
+    free_ports,
+    run_together,
+)
+from harness.faults import FLAGS, TASK, fail_at, variables
 from harness.processes import run
+from paceline.records import read_result
 
 
 def test_torchrun_starts_one_world(runs: Path, model: str) -> None:
@@ -17,7 +29,7 @@ def test_launchers_at_once_do_not_collide(runs: Path, model: str) -> None:
     ours = [*PACELINE, *TRAIN, "--workers", "2", "--seed"]
     for done in run_together(torchrun, [*ours, "1"], [*ours, "2"]):
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("P = 2 (V = 2 parts)") == 1
+        assert done.stdout.count(CONTRACT) == 1
     check_apart(runs, 3, model)
 
 
@@ -28,3 +40,32 @@ def test_two_launchers_are_two_nodes_of_one_world(runs: Path, model: str) -> Non
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     check_run(runs, first.stdout + second.stdout, launcher="started here", nodes=2, model=model)
     assert second.stdout == "", "only rank 0's node speaks"
+
+
+def test_torchrun_starts_a_killed_worker_again_and_is_stopped(runs: Path, uninterrupted: str) -> None:
+    """A worker killed at step 8: torchrun starts all again, they go on. SIGTERM to torchrun at step 14; finished by ours."""
+    env = variables([fail_at(1, 8, "kill"), fail_at(0, 14, "stop launcher")], slow_s=0.05)  # 0.6 s more after step 14
+    train = ["train", TASK, *FLAGS, "--name", "x"]
+    job = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "paceline", *train]
+    done = run(job, env=env, timeout_s=90)
+    assert done.returncode == 1, "torchrun's own code when it gets a signal"
+    assert "from step 6 of 21" in done.stdout, f"not resumed after the restart:\n{done.stdout}\n{done.stderr}"
+    stopped = read_result(runs / "x")
+    assert stopped["status"] == "interrupted", stopped
+    assert (runs / "x" / "checkpoints" / f"step-{stopped['steps']:09d}.safetensors").exists(), "none of where it stopped"
+    done = run([*PACELINE, *train, "--resume", "--workers", "3"], env=variables(), timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    assert f"from step {stopped['steps']} of 21" in done.stdout
+    check_survived(runs / "x", uninterrupted, [2, 3])
+
+
+def test_two_nodes_start_again_when_a_worker_on_one_is_killed(runs: Path, uninterrupted: str) -> None:
+    (port,) = free_ports(1)
+    where = ["--workers", "1", "--nodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--max-restarts", "1"]
+    node = [*PACELINE, "train", TASK, *FLAGS, "--name", "x", *where, "--node-id"]
+    first, second = run_together([*node, "0"], [*node, "1"], env=variables([fail_at(1, 8, "kill")]), timeout_s=90)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stderr.startswith("paceline: worker 0 lost contact with another worker")
+    assert second.stderr.startswith("paceline: worker 1 was killed by SIGKILL")
+    assert "from step 6 of 21" in first.stdout
+    check_survived(runs / "x", uninterrupted, [2])

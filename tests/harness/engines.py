@@ -11,11 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from harness.processes import children
+from paceline.records import read_metrics
 
 PACELINE = (sys.executable, "-m", "paceline")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TRAIN = ("train", "fashion-mnist-mini", "--model", "linear", "--epochs", "1", "--max-steps", "5", "--timeout-s", "60")
 """Five steps of a linear model: a second of work after the start. 60 s bound how long a worker waits for a lost one."""
+
+CONTRACT = "P = 2 (V = 2 parts, one a worker)"
+"""What the contract says about two workers."""
 
 INSTALL = "tools/install_system_packages.sh installs it"
 
@@ -25,11 +29,20 @@ def check_run(runs: Path, output: str, *, launcher: str, nodes: int = 1, model: 
     (record,) = check_runs(runs, 1)
     contract = json.loads((record / "environment.json").read_text())["contract"]
     assert (contract["workers"], contract["nodes"], contract["launcher"]) == (2, nodes, launcher)
-    assert output.count("P = 2 (V = 2 parts, one a worker)") == 1, f"the contract must be said once:\n{output}"
+    assert output.count(CONTRACT) == 1, f"the contract must be said once:\n{output}"
     assert output.count("done: loss") == 1, f"the end must be said once:\n{output}"
     trained = model_of(record)
     assert model in (None, trained), "the same command trained another model under this engine"
     return trained
+
+
+def check_survived(record: Path, model: str, resumed: Sequence[int]) -> None:
+    """One record, of a run that went on from a checkpoint once on each of these numbers of workers, and trained this model."""
+    assert check_runs(record.parent, 1) == [record], "a run goes on in its own record"
+    rows = [row for row in read_metrics(record) if row["kind"] == "resume"]
+    assert [row["contract"]["workers"] for row in rows] == resumed
+    assert all(row["step"] > 0 for row in rows), "there was no checkpoint to go on from"
+    assert model_of(record) == model, "what happened to the run changed what it trained"
 
 
 def check_runs(runs: Path, n: int) -> list[Path]:

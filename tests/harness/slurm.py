@@ -75,6 +75,10 @@ class Slurm:
         """Jobs that are waiting, running or completing."""
         return self.run("squeue", "--noheader", timeout_s=20).stdout.strip()
 
+    def reason(self, job: str) -> str:
+        """Why a job waits: `BeginTime` for one that was put back into the queue."""
+        return self.run("squeue", "--noheader", "--format=%r", f"--jobs={job}", timeout_s=20).stdout.strip()
+
     def tasks(self) -> dict[int, str]:
         """Processes the nodes have started and that still run."""
         pids = [_pid(self.folder / f"{node}.pid") for node in ("n1", "n2")]

@@ -1,11 +1,11 @@
 """How workers of one world find each other without a fixed port.
 
-torchrun brings a store of its own, which it keeps when it starts its workers again: `meet_afresh` finds a clean corner of it. Under srun and mpirun every worker knows only where rank 0 is and a key of the run. So rank
-0 opens its store on any free port, and tells that port, with the key, to whoever calls the first free port of a row that
-follows from the key; the others call the row until one answers with their key. Two runs on one machine that meet on the same
-port tell each other apart and move on, and so they do with strangers. A store is never called on trust: torch's client waits
-for ever for a listener that says nothing. Rank 0 stops telling once all are there, so a later run in the same step cannot find
-an old store.
+torchrun brings a store of its own, which it keeps when it starts its workers again: `meet_afresh` finds a clean corner of it.
+Under srun and mpirun every worker knows only where rank 0 is and a key of the run. So rank 0 opens its store on any free port,
+and tells that port, with the key, to whoever calls the first free port of a row that follows from the key; the others call the
+row until one answers with their key. Two runs on one machine that meet on the same port tell each other apart and move on, and
+so they do with strangers. A store is never called on trust: torch's client waits for ever for a listener that says nothing.
+Rank 0 stops telling once all are there, so a later run in the same step cannot find an old store.
 """
 
 import hashlib
@@ -81,7 +81,9 @@ def _first_free(row: list[int], host: str) -> socket.socket:
     both = socket.has_dualstack_ipv6() and not local
     for port in row:
         try:
-            return socket.create_server((host if local else "", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
+            return socket.create_server(
+                (host if local else "", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
+            )
         except OSError:  # taken by another program
             continue
     raise PacelineError(f"all of the ports {row} on {host} are taken: set MASTER_PORT to a free one")

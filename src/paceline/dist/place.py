@@ -163,6 +163,4 @@ def _slurm_address(env: Mapping[str, str]) -> str:
 
 
 def _scontrol(what: str, which: str) -> str:
-    return subprocess.run(
-        ["scontrol", "show", what, which], check=True, capture_output=True, text=True, timeout=30
-    ).stdout
+    return subprocess.run(["scontrol", "show", what, which], check=True, capture_output=True, text=True, timeout=30).stdout

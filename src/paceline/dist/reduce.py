@@ -27,7 +27,7 @@ from torch import Tensor
 from paceline.errors import UsageError
 
 _DIGITS = 3
-_BUCKET = 1 << 22  # values summed and sent at a time: 32 MiB of int64
+_BUCKET = 1 << 19  # values summed and sent at a time: 4 MiB of int64
 _CACHED = 1 << 16  # values a CPU works on at a time: a few arrays of 256 KiB stay in its cache, in memory it has already
 _LOWEST = -96  # values below 2^-96 share the digits of 2^-96: a float32 scale factor can reach no lower
 MOST_PARTS = 1 << 16
@@ -64,7 +64,7 @@ class ExactReducer:
         self._zero = torch.zeros(1, dtype=self._flat_dtype, device=self._device)
         self._width = (62 - (parts - 1).bit_length()) // _DIGITS
         self._buckets = [
-            _Bucket(self._shapes[i:j], self._flat_dtype, self._device) for i, j in _cut([t.numel() for t in tensors])
+            _Bucket(where, self._shapes[where], self._flat_dtype, self._device) for where in _cut([t.numel() for t in tensors])
         ]
         self._all_reduce = all_reduce or _all_reduce
         self._tops = self._bad = self._zero
@@ -95,26 +95,26 @@ class ExactReducer:
         self._raise(torch.maximum(tops, self._tops))
         self._added += 1
         scales = self._scales()
-        start = 0
         for bucket in self._buckets:
-            here = slice(start, start + len(bucket.sizes))
-            bucket.add(values[here], scales[here], self._width)
-            start = here.stop
+            bucket.add(values[bucket.where], scales[bucket.where], self._width)
 
     def finish(self) -> list[Tensor]:
-        """The sums, in the tensors' shapes and dtypes; ready for the next step. Every worker reaches this."""
+        """The sums, in the tensors' shapes and dtypes, good until the next call. Every worker reaches this."""
         agreed = torch.stack([self._tops, self._bad.to(torch.int32)])
         self._all_reduce(agreed, dist.ReduceOp.MAX).wait()
         self._raise(agreed[0])
-        scales = self._scales().masked_fill_(agreed[1] > 0, math.nan)
-        sums = [bucket.pack(self._width) for bucket in self._buckets]
-        under_way = [self._all_reduce(total, dist.ReduceOp.SUM) for total in sums]
+        scales = self._scales()
+        under_way = []
+        for bucket in self._buckets:  # one is on its way while the next is packed
+            total = bucket.pack(scales[bucket.where], self._width)
+            under_way.append((bucket, total, self._all_reduce(total, dist.ReduceOp.SUM)))
+        scales = scales.masked_fill(agreed[1] > 0, math.nan)
         results: list[Tensor] = []
-        for bucket, total, work in zip(self._buckets, sums, under_way, strict=True):
-            here = slice(len(results), len(results) + len(bucket.sizes))
+        for bucket, total, work in under_way:
             work.wait()
-            pieces = torch.split(bucket.unpack(total, scales[here], self._width), bucket.sizes)
-            results += [p.view(s).to(d) for p, s, d in zip(pieces, self._shapes[here], self._dtypes[here], strict=True)]
+            pieces = torch.split(bucket.unpack(total, scales[bucket.where], self._width), bucket.sizes)
+            shapes, dtypes = self._shapes[bucket.where], self._dtypes[bucket.where]
+            results += [piece.view(shape).to(dtype) for piece, shape, dtype in zip(pieces, shapes, dtypes, strict=True)]
         self._clear()
         return results
 
@@ -128,10 +128,8 @@ class ExactReducer:
         self._tops = tops
         if not self._added or (self._device.type == "cpu" and not rises.any()):  # asking a GPU would mean waiting for it
             return
-        start = 0
         for bucket in self._buckets:
-            bucket.shift(rises[start : start + len(bucket.sizes)])
-            start += len(bucket.sizes)
+            bucket.shift(rises[bucket.where])
 
     def _clear(self) -> None:
         lowest = -(-_LOWEST // self._width)  # the top of a tensor of zeros
@@ -145,46 +143,55 @@ class ExactReducer:
 class _Bucket:
     """The digits of some tensors, end to end."""
 
-    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, where: slice, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
+        self.where = where
+        """Which of all tensors these are."""
         self.sizes = [shape.numel() for shape in shapes]
         self.count = sum(self.sizes)
         self._dtype, self._on_cpu = dtype, device.type == "cpu"
         at_once = _CACHED if self._on_cpu else max(1, self.count)
         self._slices = [slice(start, start + at_once) for start in range(0, self.count, at_once)]
         self._repeats = torch.tensor(self.sizes, device=device)
-        self._digits = torch.empty(_DIGITS, self.count, dtype=torch.int32, device=device)
+        # Kept from step to step: memory that is new costs a CPU more time than all the arithmetic here.
+        self._packed = torch.empty(self.count, dtype=torch.int64, device=device)
+        self._sums = torch.empty(self.count, dtype=dtype, device=device)
+        self._digits: Tensor | None = None
         self._flat = torch.empty(self.count, dtype=dtype, device=device)
-        self._blank = True  # what the digits hold is of the step before
+        self._parts = 0  # of this step; the first is held as it is until a second comes: with one part a worker, none does
         self._scales: Tensor | None = None
         self._scale = self._flat
 
     def clear(self) -> None:
-        self._blank = True
+        self._parts = 0
 
     def add(self, values: Sequence[Tensor], scales: Tensor, width: int) -> None:
         """Add the digits of these tensors, scaled so that the highest is before the point."""
+        if self._parts == 1:
+            self._add_held(scales, width, first=True)
         torch.cat([value.to(self._dtype).flatten() for value in values], out=self._flat)
-        scale = self._spread_scales(scales)
-        for here in self._slices:
-            rest = self._flat[here] * scale[here]  # powers of two: exact, as is all below
-            for digits in self._digits[:-1]:
-                whole = rest.trunc()
-                self._count(whole, digits[here])
-                rest.sub_(whole).mul_(2.0**width)
-            self._count(rest, self._digits[-1][here])
-        self._blank = False
+        self._parts += 1
+        if self._parts > 1:
+            self._add_held(scales, width, first=False)
 
     def shift(self, rises: Tensor) -> None:
         """Move digits down by so many positions, a number for each tensor; what falls off the end is gone."""
+        if self._digits is None or self._parts < 2:
+            return
         padded = torch.cat([torch.zeros_like(self._digits[:1]), self._digits])
         places = torch.arange(1, _DIGITS + 1, device=rises.device)[:, None] - self._spread(rises.to(torch.int64))
         torch.gather(padded, 0, places.clamp_(min=0).expand_as(self._digits), out=self._digits)
 
-    def pack(self, width: int) -> Tensor:
+    def pack(self, scales: Tensor, width: int) -> Tensor:
         """All digits of a value as one int64."""
-        packed = torch.empty(self.count, dtype=torch.int64, device=self._digits.device)
-        if self._blank:
+        packed = self._packed
+        if self._parts == 0:
             return packed.zero_()
+        if self._parts == 1:
+            scale = self._spread_scales(scales)
+            for here in self._slices:
+                packed[here] = (self._flat[here] * scale[here]).mul_(2.0 ** (2 * width))  # integers take the whole part
+            return packed
+        assert self._digits is not None
         high, middle, low = self._digits
         for here in self._slices:
             shifted = packed[here].copy_(high[here]).bitwise_left_shift_(width).add_(middle[here])
@@ -193,18 +200,22 @@ class _Bucket:
 
     def unpack(self, packed: Tensor, scales: Tensor, width: int) -> Tensor:
         """The values that these digits stand for."""
-        flat = torch.empty_like(self._flat)
         scale = self._spread_scales(scales)
         for here in self._slices:
-            flat[here] = packed[here].double().mul_(2.0 ** (-2 * width)).div_(scale[here])
-        return flat
+            self._sums[here] = packed[here].double().mul_(2.0 ** (-2 * width)).div_(scale[here])
+        return self._sums
 
-    def _count(self, values: Tensor, digits: Tensor) -> None:
-        """Add the whole parts of these values."""
-        if self._blank:
-            digits.copy_(values)
-        else:
-            digits += values.to(torch.int32)
+    def _add_held(self, scales: Tensor, width: int, first: bool) -> None:
+        """Add the digits of the values held; the first time, the digits are those."""
+        if self._digits is None:
+            self._digits = torch.empty(_DIGITS, self.count, dtype=torch.int32, device=self._flat.device)
+        scale = self._spread_scales(scales)
+        for here in self._slices:
+            rest = self._flat[here] * scale[here]  # powers of two: exact, as is all below
+            for digits in self._digits:
+                whole = rest.trunc()
+                digits[here] = whole if first else digits[here] + whole.to(torch.int32)
+                rest.sub_(whole).mul_(2.0**width)
 
     def _spread_scales(self, scales: Tensor) -> Tensor:
         """As `_spread`; on a CPU, what the last call returned where the scales are the same, as they mostly are."""
@@ -235,15 +246,15 @@ def _power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
     return (exponents + 127 << 23).view(dtype)
 
 
-def _cut(sizes: Sequence[int]) -> list[tuple[int, int]]:
+def _cut(sizes: Sequence[int]) -> list[slice]:
     """Consecutive tensors in buckets of at most `_BUCKET` values, or of one tensor."""
     bounds, start, total = [], 0, 0
     for i, size in enumerate(sizes):
         if i > start and total + size > _BUCKET:
-            bounds.append((start, i))
+            bounds.append(slice(start, i))
             start, total = i, 0
         total += size
-    return [*bounds, (start, len(sizes))]
+    return [*bounds, slice(start, len(sizes))]
 
 
 class _Done:
