@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint import CheckpointError, Writer, load_latest
-from paceline.config import flag, parse_every
+from paceline.config import Config, flag, parse_every
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.training.build import Run
@@ -154,34 +154,41 @@ def _optimizer_state(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) ->
 
 def identity(run: Run) -> dict[str, Any]:
     """What makes a run this run: everything that its weights depend on."""
-    options = {name: value for name, value in vars(run.config).items() if name not in _PLACE and name not in _RESOLVED}
-    if run.config.reduce == "fast":
-        del options["parts_at_once"]  # only exact sums depend on it
+    resolved = {"virtual_workers": run.sampler.parts, "global_batch": run.sampler.global_batch}
     shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in run.step.model.state_dict().items()}
     return {
-        "virtual_workers": run.sampler.parts,
-        "global_batch": run.sampler.global_batch,
+        "options": {**_options(run.config), **resolved},
         "data": run.data_sha256,
         "model": hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()[:16],
-        "options": options,
     }
 
 
-_RESOLVED = ("virtual_workers", "global_batch")
+def check_options(old: Mapping[str, Any], config: Config) -> None:
+    """A UsageError where a run would go on with a record whose options were others."""
+    _refuse(_changed(old, {name: value for name, value in _options(config).items() if name in old}))
+
+
+def _options(config: Config) -> dict[str, Any]:
+    """The options that the weights depend on."""
+    indifferent = (*_PLACE, "parts_at_once") if config.reduce == "fast" else _PLACE
+    return {name: value for name, value in vars(config).items() if name not in indifferent}
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    return [f"{flag(name)} was {old.get(name)}, is {value}" for name, value in new.items() if old.get(name) != value]
 
 
 def _check_identity(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """A UsageError that lists what is not as it was."""
-    differs = [
-        f"{flag(name)} was {old['options'].get(name)}, is {value}"
-        for name, value in new["options"].items()
-        if old["options"].get(name) != value
-    ]
-    differs += [f"{flag(name)} was {old[name]}, is {new[name]}" for name in _RESOLVED if old[name] != new[name]]
+    differs = _changed(old["options"], new["options"])
     if old["data"] != new["data"]:
         differs.append("the training or validation data is not the same")
     if old["model"] != new["model"] and not any(text.startswith("--model ") for text in differs):
         differs.append("the model's parameters have other names or shapes")
+    _refuse(differs)
+
+
+def _refuse(differs: list[str]) -> None:
     if differs:
         raise UsageError(f"cannot resume: {'; '.join(differs)}. Start a new run, or give the options of the old one")
 

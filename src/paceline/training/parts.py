@@ -50,16 +50,16 @@ class Grouping:
 def choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) -> Grouping:
     """What `--parts-at-once` comes to for this model. A UsageError where it cannot be."""
     most, asked = -(-parts // workers), config.parts_at_once
-    spanning = next((name for name, module in model.named_modules() if _spans_workers(module)), None)
+    spanning = next((f"layer {name}" for name, module in model.named_modules() if _spans_workers(module)), None)
     if spanning is not None:
         if config.reduce == "exact":
             raise UsageError(
-                f"--reduce exact: {spanning or 'the model'} takes its statistics over all workers, by float sums that depend on"
+                f"--reduce exact: {spanning} takes its statistics over all workers, by float sums that depend on"
                 " how many there are; use norm=part or batch, or --reduce fast"
             )
         if 0 < asked < most:
             raise UsageError(
-                f"--parts-at-once {asked}: {spanning or 'the model'} takes its statistics over the whole step, so a worker's"
+                f"--parts-at-once {asked}: {spanning} takes its statistics over the whole step, so a worker's"
                 f" {most} parts must run at once; leave --parts-at-once out"
             )
         return Grouping(most, "together: one norm over the whole step", one_pass=True)

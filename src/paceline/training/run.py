@@ -20,7 +20,7 @@ from paceline.records import Record, close_cut_short, find_unfinished, read_resu
 from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.contract import check_parts
-from paceline.training.keeper import FOLDER, Keeper
+from paceline.training.keeper import FOLDER, Keeper, check_options
 from paceline.training.loop import fit
 from paceline.training.observers import Observer, Printer, Recorder, Result, TensorBoard, check_tensorboard
 from paceline.training.task import Task
@@ -129,7 +129,7 @@ def _train_here(task: str | Task, options: Mapping[str, Any], place: Place) -> R
         if place.launcher == "torchrun" and here.any(place.restarts > 0):  # nodes may count differently
             options = {"resume": "auto", **options}
             where = _where(options)
-        record = None
+        record, told = None, {}
         if where.resume:  # rank 0 alone looks: the others need not reach the folder
             found = find_record(task, where) if here.speaks else None
             if found is not None and (ended := _ended(found)) is not None:
@@ -146,6 +146,8 @@ def _train_here(task: str | Task, options: Mapping[str, Any], place: Place) -> R
             config = tasks.configure(task, options)
         else:
             task, config = tasks.resolve(task, options)
+        if record is not None:
+            check_options(told["options"], config)
         if config.tracker == "tensorboard":
             check_tensorboard()
         run = build(task, config, here)
