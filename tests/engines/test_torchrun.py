@@ -43,20 +43,24 @@ def test_two_launchers_are_two_nodes_of_one_world(runs: Path, model: str) -> Non
 
 
 def test_torchrun_starts_a_killed_worker_again_and_is_stopped(runs: Path, uninterrupted: str) -> None:
-    """A worker killed at step 8: torchrun starts all again, they go on. SIGTERM to torchrun at step 14; finished by ours."""
+    """A worker killed at step 8: torchrun starts all again, and they go on. SIGTERM at step 14; finished by ours."""
+    (runs / "x").mkdir(parents=True)  # an older run of this name, which is over: not the one to go on with
+    (runs / "x" / "metrics.jsonl").touch()
+    (runs / "x" / "result.json").write_text('{"status": "done", "metrics": {}, "model_sha256": "older"}')
     env = variables([fail_at(1, 8, "kill"), fail_at(0, 14, "stop launcher")], slow_s=0.05)  # 0.6 s more after step 14
-    train = ["train", TASK, *FLAGS, "--name", "x"]
-    job = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "paceline", *train]
+    train = ["train", TASK, *FLAGS]
+    job = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "paceline", *train, "--name", "x"]
     done = run(job, env=env, timeout_s=90)
-    assert done.returncode == 1, "torchrun's own code when it gets a signal"
+    assert done.returncode == 1, f"torchrun's own code when it gets a signal:\n{done.stdout}"
     assert "from step 6 of 21" in done.stdout, f"not resumed after the restart:\n{done.stdout}\n{done.stderr}"
-    stopped = read_result(runs / "x")
+    record = runs / "x-2"
+    stopped = read_result(record)
     assert stopped["status"] == "interrupted", stopped
-    assert (runs / "x" / "checkpoints" / f"step-{stopped['steps']:09d}.safetensors").exists(), "none of where it stopped"
-    done = run([*PACELINE, *train, "--resume", "--workers", "3"], env=variables(), timeout_s=60)
+    assert (record / "checkpoints" / f"step-{stopped['steps']:09d}.safetensors").exists(), "none of where it stopped"
+    done = run([*PACELINE, *train, "--resume", "x-2", "--workers", "3"], env=variables(), timeout_s=60)
     assert done.returncode == 0, done.stderr
     assert f"from step {stopped['steps']} of 21" in done.stdout
-    check_survived(runs / "x", uninterrupted, [2, 3])
+    check_survived(record, uninterrupted, [2, 3])
 
 
 def test_two_nodes_start_again_when_a_worker_on_one_is_killed(runs: Path, uninterrupted: str) -> None:

@@ -4,6 +4,7 @@ fast mode.
 Each world runs every case once; what it ends with must not depend on how many workers it has.
 """
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -44,8 +45,16 @@ def pictures(model: str = "resnet:depth=8,width=4", **defaults: Any) -> Task:
 
 
 def dropping() -> Task:
+    """Draws random numbers wherever a user may: in the model, and from every generator while preparing a batch."""
     task = blobs(norm=True, dropout=0.3)
-    return replace(task, defaults={**task.defaults, "virtual_workers": PARTS, "global_batch": 20})
+
+    def prepare(batch: tuple[Any, ...], samples: torch.Tensor, epoch: int | None) -> tuple[Any, ...]:
+        if epoch is None:
+            return batch
+        noise = torch.randn(batch[0].shape) * 0.1 + np.random.rand() * 0.1 + random.random() * 0.1
+        return batch[0] + noise, *batch[1:]
+
+    return replace(task, prepare=prepare, defaults={**task.defaults, "virtual_workers": PARTS, "global_batch": 20})
 
 
 EXACT: dict[str, tuple[Task, dict[str, Any]]] = {

@@ -4,20 +4,48 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import paceline.cli
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_readmes_table_is_the_committed_result() -> None:
-    spec = importlib.util.spec_from_file_location("bench_workers", ROOT / "bench" / "workers.py")
+@pytest.mark.parametrize("name", ["workers", "reduce", "checkpoint"])
+def test_the_readmes_tables_are_the_committed_results(name: str) -> None:
+    assert load(name).table(result(name)) in (ROOT / "README.md").read_text()
+
+
+def test_the_readmes_tally_is_the_committed_result() -> None:
+    tally = result("soak")
+    assert tally["kills"] == 50
+    assert tally["same_hash"] is tally["same_metrics"] is tally["every_sample_once"] is True
+    assert load("soak").summary(tally) in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_what_the_readme_says_of_a_gpu_is_the_committed_result() -> None:
+    found, readme = result("gpu_parts"), (ROOT / "README.md").read_text()
+    assert all(bits["same"] for bits in found["bits"].values())
+    for speed in found["speed"]["images_per_s"].values():
+        assert f"{speed['median']:,.0f}" in readme
+    assert f"{found['checkpoint']['median_ms']:.1f} ms" in readme
+
+
+def load(name: str) -> Any:
+    """A bench as a module."""
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / "bench" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
-    result = json.loads((ROOT / "bench" / "results" / "workers.json").read_text())
-    assert bench.table(result) in (ROOT / "README.md").read_text()
+    return bench
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+    return found
 
 
 def test_links_between_documents_lead_somewhere() -> None:
@@ -28,7 +56,7 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 def test_every_flag_the_readme_names_exists() -> None:
     known = {option for verb in ("train", "data") for option in _options(verb)}
-    scripts = (ROOT / "fashion_mnist.py").read_text() + (ROOT / "bench" / "workers.py").read_text()
+    scripts = "".join(path.read_text() for path in (ROOT / "fashion_mnist.py", *ROOT.glob("bench/*.py")))
     foreign = {"--nproc-per-node", "--ntasks-per-node"}
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (ROOT / "README.md").read_text())) - foreign:
         assert flag in known or f'"{flag}"' in scripts, flag

@@ -333,3 +333,71 @@ def test_git_revision_says_when_files_were_changed(tmp_path, monkeypatch):
 def test_records_need_no_torch():
     code = "import sys, paceline.records as r; r.environment(); sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code]).returncode == 0
+
+
+# --- going on with a record ---
+
+
+def row(step: int, kind: str = "step", **more: Any) -> dict[str, Any]:
+    return {"kind": kind, "step": step, **more}
+
+
+def test_a_resumed_record_reads_as_if_nothing_had_happened(record: Record) -> None:
+    for step in (2, 4, 6):
+        record.row(row(step, loss=float(step)))
+    record.row(row(6, "epoch", time_s=1.0, val_accuracy=0.5))
+    record.course_row(1.0, 0.5)
+    record.row(row(8, loss=8.0))
+    record.row(row(12, "epoch", time_s=2.0, val_accuracy=0.6))
+    record.course_row(2.0, 0.6)
+    record._metrics.write(b'{"kind": "step", "st')  # killed in the middle of a row
+    record._metrics.close()
+    record._csv.close()
+    close_cut_short(record.path, "failed", "killed")
+    again = Record.reopen(record.path)
+    assert (record.path / "result.json").exists(), "until it goes on, a record says how it ended"
+    again.resume(7, {"workers": 3})
+    assert not (record.path / "result.json").exists()
+    again.row(row(8, loss=9.0))
+    again.finish({"status": "done"})
+    rows = records.read_metrics(record.path)
+    assert [(r["kind"], r["step"]) for r in rows] == [
+        *(("step", step) for step in (2, 4, 6)),
+        *(("epoch", 6), ("resume", 7), ("step", 8)),
+    ]
+    assert rows[-1]["loss"] == 9.0
+    assert (record.path / "course.csv").read_text() == "time,val_accuracy\n1.000,0.5000\n"
+    kept = (record.path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(kept[4])["loss"] == 8.0, "rows are never taken out of the file"
+
+
+def test_one_run_at_a_time_writes_to_a_record(record: Record) -> None:
+    with pytest.raises(RecordError, match="another run is writing to"):
+        Record.reopen(record.path)
+    record.finish({"status": "failed"})
+    Record.reopen(record.path).finish({"status": "done"})
+
+
+def test_the_newest_unfinished_record_of_a_task(tmp_path: Path) -> None:
+    def leave(name: str, task: str, status: str | None, when: float) -> Record:
+        made = Record(str(tmp_path), name)
+        made.write("environment.json", json.dumps({"task": task}))
+        if status is not None:
+            made.finish({"status": status})
+            os.utime(made.path / "metrics.jsonl", (when, when))
+        return made
+
+    assert records.find_unfinished(tmp_path / "nowhere", "mine") is None
+    leave("done", "mine", "done", 9e8)
+    leave("diverged", "mine", "diverged", 8e8)
+    leave("other", "theirs", "failed", 7e8)
+    assert records.find_unfinished(tmp_path, "mine") is None
+    leave("old", "mine", "failed", 1e8)
+    leave("new", "mine", "interrupted", 2e8)
+    busy = leave("busy", "mine", None, 0)
+    (tmp_path / "rubbish").mkdir()
+    (tmp_path / "rubbish" / "metrics.jsonl").write_text("")
+    assert records.find_unfinished(tmp_path, "mine") == tmp_path / "new"
+    busy._metrics.close()  # its run was killed: nobody said how it ended
+    busy._csv.close()
+    assert records.find_unfinished(tmp_path, "mine") == tmp_path / "busy"

@@ -1,6 +1,7 @@
 """The world: who this worker is, on which device, talking through which backend. One frozen value, made once."""
 
 import fcntl
+import itertools
 import json
 import os
 import socket
@@ -14,10 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from paceline.dist.meet import meet, meet_afresh
 from paceline.dist.place import Place, cores, meeting_point, read_place, threads_per_worker
 from paceline.errors import UsageError
+
+_NOTE = "note"
+_worlds = itertools.count()  # that this process has joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,8 @@ class World:
     device: torch.device
     backend: str
     launcher: str
+    memory: Store | None = None
+    """A corner of torchrun's store, which outlives this attempt's workers."""
 
     @property
     def speaks(self) -> bool:
@@ -43,11 +51,14 @@ class World:
         """Wait until every worker is here."""
         dist.barrier(device_ids=[self.device.index] if self.backend == "nccl" else None)
 
-    def any(self, value: bool) -> bool:
-        """Whether this is so for at least one worker. Every worker reaches this."""
-        flag = torch.tensor(int(value), device=self.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
+    def recall(self) -> str:
+        """What this run's workers noted before torchrun started them again, or ""."""
+        return self.memory.get(_NOTE).decode() if self.memory is not None and self.memory.check([_NOTE]) else ""
+
+    def note(self, text: str) -> None:
+        """Leave a word for the workers that torchrun may start in our place."""
+        if self.memory is not None:
+            self.memory.set(_NOTE, text)
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, made of what JSON can say, on every worker. Every worker reaches this."""
@@ -74,12 +85,15 @@ def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
         torch.set_num_threads(threads_per_worker(place.local_size))
     _choose_interface(place)
     timeout = timedelta(seconds=timeout_s)
+    memory = None
     if backend == "mpi":
         dist.init_process_group("mpi")
     else:
         if place.launcher in ("paceline", "torchrun"):  # these host the store and name it in MASTER_ADDR and MASTER_PORT
-            store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=timeout))
-            store = meet_afresh(store, place, timeout)
+            theirs, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
+            store = meet_afresh(theirs, place, timeout)
+            # A program may train several times: an attempt's n-th world is heir to the last attempt's n-th.
+            memory = PrefixStore(f"paceline/world-{next(_worlds)}", theirs)
         else:
             store = meet(place, timeout)
         dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size, store=store)
@@ -94,6 +108,7 @@ def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
             device=device,
             backend=backend,
             launcher=place.launcher,
+            memory=memory,
         )
     except BaseException:
         # After a failure the other workers may be stuck in a collective, and leaving in good order would wait for them. They notice

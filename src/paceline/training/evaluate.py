@@ -23,14 +23,14 @@ def evaluate(step: Step, loader: Loader, samples: int) -> dict[str, float]:
     was_training = model.training
     model.eval()
     for chunk, batch in zip(mine, loader.batches(mine, None), strict=True):
-        step.mark(-1, "validation")
+        step.mark(step.now, "validation")
         with autocast(config, world):
             values = step.objective(model, batch)
         check_values(values, len(chunk))
         for row, name in enumerate(metrics):
             table[row, int(chunk[0]) : int(chunk[-1]) + 1] = values[name]
     model.train(was_training)
-    step.mark(-1, "reduce")
+    step.mark(step.now, "reduce")
     if world.size > 1:
         dist.all_reduce(table)
     return dict(zip(metrics, table.double().mean(1).tolist(), strict=True))

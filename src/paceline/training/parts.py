@@ -50,7 +50,7 @@ class Grouping:
 def choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) -> Grouping:
     """What `--parts-at-once` comes to for this model. A UsageError where it cannot be."""
     most, asked = -(-parts // workers), config.parts_at_once
-    spanning = next((f"layer {name}" for name, module in model.named_modules() if _spans_workers(module)), None)
+    spanning = next((_called(name) for name, module in model.named_modules() if _spans_workers(module)), None)
     if spanning is not None:
         if config.reduce == "exact":
             raise UsageError(
@@ -82,9 +82,9 @@ def choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) 
         return Grouping(1, "in turn, for exact sums")
     if cannot:
         return Grouping(1, f"in turn: {cannot}")
-    random = next((name for name, module in model.named_modules() if _draws(module)), None)
+    random = next((_called(name) for name, module in model.named_modules() if _draws(module)), None)
     if random is not None:
-        return Grouping(1, f"in turn: {random or 'the model'} draws random numbers by part")
+        return Grouping(1, f"in turn: {random} draws random numbers by part")
     return Grouping(most, "together")
 
 
@@ -211,6 +211,10 @@ def _repeat(own: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 
 def _has_statistics(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and module.running_mean is not None and not _spans_workers(module)
+
+
+def _called(name: str) -> str:
+    return f"layer {name}" if name else "the model"
 
 
 def _spans_workers(module: nn.Module) -> bool:

@@ -126,8 +126,8 @@ def _train_here(task: str | Task, options: Mapping[str, Any], place: Place) -> R
     given = task if isinstance(task, str) else task.name
     where = _where(options)
     with world(where.backend, where.timeout_s + _AFTER_WATCH_S) as here:
-        if place.launcher == "torchrun" and here.any(place.restarts > 0):  # nodes may count differently
-            options = {"resume": "auto", **options}
+        if place.launcher == "torchrun" and (again := here.share(_begun_before(here, place))):
+            options = {**options, "resume": again}
             where = _where(options)
         record, told = None, {}
         if where.resume:  # rank 0 alone looks: the others need not reach the folder
@@ -160,12 +160,22 @@ def _train_here(task: str | Task, options: Mapping[str, Any], place: Place) -> R
             return fit(run, (), Keeper(run, resumes=record is not None), watch)
 
 
+def _begun_before(here: World, place: Place) -> str:
+    """The record that this run's workers began before torchrun started them again, or ""; rank 0 knows.
+
+    torchrun's count of restarts is no sign by itself (nodes may count differently), but all there is where its store did not
+    outlive the workers (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+    """
+    return here.recall() or ("auto" if place.restarts else "") if here.speaks else ""
+
+
 def _speak(run: Run, task: Task, given: str, old: Path | None, watch: Watch) -> Result:
     """As rank 0, which prints and writes the record."""
     config = run.config
     name = config.name or f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     record = Record.reopen(old) if old is not None else Record(config.runs_dir, name)
     report_record(Path(run.world.share(str(record.path.resolve()))))
+    run.world.note(str(record.path.resolve()))
     run = replace(run, contract=replace(run.contract, record=str(record.path)))
     observers = _observers(config, task, given, record, run.world)
 

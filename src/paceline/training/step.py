@@ -57,6 +57,8 @@ class Step:
         self.metrics: tuple[str, ...] = ()
         """What the objective reports, loss first: known from the first pass, or from a checkpoint."""
         self._looked = False
+        self.now = 0
+        """The step under way, or the last one."""
         self.mark: Callable[[int, str], None] = lambda step, phase: None
         """Told where in the step this worker is."""
         self.say: Callable[[str], None] = lambda text: None
@@ -73,6 +75,7 @@ class Step:
         """Train on the next `len(passes)` batches of this worker; returns the step's metrics and wishes, still on the device:
         means over the samples of all workers, the same numbers on each.
         """
+        self.now = step
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.lr(step)
         for number, item in enumerate(passes):

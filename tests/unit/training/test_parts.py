@@ -200,7 +200,7 @@ class _OddNorm(nn.BatchNorm1d):
         (nn.BatchNorm1d(2), {"reduce": "exact"}, 8, 2, (1, "in turn, for exact sums", False)),
         (nn.Sequential(_OddNorm(2)), {}, 8, 2, (1, "in turn: 0 is a _OddNorm", False)),
         (_OddNorm(2), {}, 8, 2, (1, "in turn: the model is a _OddNorm", False)),
-        (nn.Sequential(nn.Dropout(0.1)), {}, 8, 2, (1, "in turn: 0 draws random numbers by part", False)),
+        (nn.Sequential(nn.Dropout(0.1)), {}, 8, 2, (1, "in turn: layer 0 draws random numbers by part", False)),
         (nn.Dropout2d(0.1), {}, 8, 2, (1, "in turn: the model draws random numbers by part", False)),
         (nn.RReLU(), {}, 8, 2, (1, "in turn: the model draws random numbers by part", False)),
         (nn.MultiheadAttention(2, 1, dropout=0.1), {}, 8, 2, (1, "in turn: the model draws random numbers by part", False)),
@@ -225,7 +225,7 @@ def test_grouping(model, options, parts, workers, expected):
             {"reduce": "exact"},
             8,
             2,
-            "--reduce exact: 0 takes its statistics over all workers, by float sums that depend on how many there are; use"
+            "--reduce exact: layer 0 takes its statistics over all workers, by float sums that depend on how many there are; use"
             " norm=part or batch, or --reduce fast",
         ),
         (

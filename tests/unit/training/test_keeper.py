@@ -1,0 +1,146 @@
+"""When a checkpoint is due, what goes into it, and how a run comes back from it."""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from harness.training import Watcher, blobs
+from paceline.checkpoint import load_latest
+from paceline.config import Config, make_config
+from paceline.dist.world import world
+from paceline.errors import UsageError
+from paceline.training.build import Run, build
+from paceline.training.keeper import Keeper, check_options
+from paceline.training.loop import fit
+from paceline.training.observers import Result
+
+
+def one_run(
+    folder: Path | None, resumes: bool = False, fail_at: int | None = None, **options: Any
+) -> tuple[Run, Watcher, Result]:
+    """Train blobs, perhaps up to a step in which the objective raises."""
+    passes = 0
+    task = blobs(norm=True)
+
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        nonlocal passes
+        passes += model.training
+        if passes == fail_at:
+            raise InterruptedError
+        return task.objective(model, batch)
+
+    options = {"log_every": 4, "checkpoint_every": "3", **options}
+    watcher = Watcher()
+    with world() as here:
+        run = build(replace(task, objective=objective), make_config(task.defaults, options), here)
+        result = fit(run, [watcher], Keeper(run, folder, watcher.say, resumes))
+    return run, watcher, result
+
+
+def quiet(text: str) -> None:
+    raise AssertionError(text)
+
+
+def test_every_so_many_steps(tmp_path: Path) -> None:
+    one_run(tmp_path, keep=100)
+    steps = sorted(int(path.stem.partition("-")[2]) for path in tmp_path.iterdir())
+    assert steps == [3, 6, 9, 12, 15, 18]
+
+
+def test_every_so_many_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves a second each time the keeper looks: a wish a step, of which one in three or so is granted."""
+    now = 0.0
+
+    def monotonic() -> float:
+        nonlocal now
+        now += 1
+        return now
+
+    monkeypatch.setattr("paceline.training.keeper.time.monotonic", monotonic)
+    one_run(tmp_path, checkpoint_every="3s", keep=100)
+    steps = sorted(int(path.stem.partition("-")[2]) for path in tmp_path.iterdir())
+    assert len(steps) >= 4
+    assert all(3 <= b - a <= 4 for a, b in itertools.pairwise(steps))
+
+
+def test_none_at_all(tmp_path: Path) -> None:
+    one_run(tmp_path / "x", checkpoint_every="0")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("fail_at", [5, 9, 10, 11, 17])
+def test_rows_and_times_go_on_where_they_were(tmp_path: Path, fail_at: int) -> None:
+    """Rows are means over four steps and an epoch has nine: the sums of a row begun before the checkpoint go on after it."""
+    _, calm, whole = one_run(None)
+    with pytest.raises(InterruptedError):
+        one_run(tmp_path, fail_at=fail_at)
+    saved = load_latest(tmp_path, quiet)
+    assert saved is not None
+    assert saved.step == (fail_at - 1) // 3 * 3
+    _, watcher, result = one_run(tmp_path, resumes=True)
+    times = ("time_s", "epoch_time_s", "samples_per_s")
+    for mine, theirs in ((watcher.steps, calm.steps), (watcher.epochs, calm.epochs)):
+        plain = [{name: value for name, value in row.items() if name not in times} for row in mine]
+        expected = [{name: value for name, value in row.items() if name not in times} for row in theirs]
+        assert plain == expected[-len(plain) :]
+    assert watcher.steps[0]["step"] > saved.step
+    assert watcher.epochs[-1]["time_s"] > saved.facts["progress"]["epoch_time_s"]
+    assert (result.model_sha256, result.metrics, result.steps) == (whole.model_sha256, whole.metrics, whole.steps)
+
+
+def test_hits_in_a_row_are_kept(tmp_path: Path) -> None:
+    """Two epochs in a row over the target end the run, also where it was interrupted between the two."""
+    options = {"target_accuracy": 1e-9, "patience": 2, "epochs": 5}
+    with pytest.raises(InterruptedError):
+        one_run(tmp_path, fail_at=13, **options)
+    _, _, result = one_run(tmp_path, resumes=True, **options)
+    assert (result.status, result.epochs) == ("target reached", 2)
+
+
+def test_what_is_in_it(tmp_path: Path) -> None:
+    run, _, _ = one_run(tmp_path, optimizer="adamw", virtual_workers=3)
+    saved = load_latest(tmp_path, quiet)
+    assert saved is not None
+    names = set(saved.tensors)
+    assert {"model.0.weight", "parts.values", "parts.counts", "optimizer.0.exp_avg", "optimizer.0.step"} <= names
+    assert not any("running" in name for name in names), "running statistics are in the parts' table alone"
+    assert saved.tensors["parts.values"].shape == (3, 16)
+    assert saved.tensors["parts.counts"].tolist() == [[18]] * 3
+    assert saved.facts["identity"]["options"]["virtual_workers"] == 3
+    json.dumps(saved.facts)
+    assert run.step.metrics == tuple(saved.facts["metrics"])
+
+
+def test_another_torch_or_device_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InterruptedError):
+        one_run(tmp_path, fail_at=8, reduce="exact")
+    monkeypatch.setattr("torch.__version__", "9.9.9")
+    _, watcher, _ = one_run(tmp_path, resumes=True, reduce="exact")
+    assert any("this is torch 9.9.9 on CPU: from here on bits may differ" in note for note in watcher.notes)
+
+
+def test_a_folder_that_cannot_be_written_costs_no_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    _, watcher, result = one_run(tmp_path / "file")
+    assert result.status == "done"
+    assert any("no checkpoint at step 3: cannot write checkpoints in" in note for note in watcher.notes)
+
+
+def test_options_that_may_change_and_that_may_not() -> None:
+    old = {"seed": 0, "epochs": 5, "reduce": "fast", "parts_at_once": 1, "workers": 4, "virtual_workers": 4}
+    check_options(old, Config(workers=1, virtual_workers=4, parts_at_once=2, log_every=3))
+    for changed, said in (({"seed": 1}, "--seed was 0, is 1"), ({"epochs": 6}, "--epochs was 5, is 6")):
+        with pytest.raises(UsageError, match=said):
+            check_options(old, Config(virtual_workers=4, **changed))
+    with pytest.raises(UsageError, match="--parts-at-once was 1, is 2"):
+        check_options({**old, "reduce": "exact"}, Config(virtual_workers=4, reduce="exact", parts_at_once=2))
+
+
+def test_a_part_of_one_sample_is_explained() -> None:
+    with pytest.raises(UsageError, match="batch norm needs two a part"):
+        one_run(None, virtual_workers=4, global_batch=4)
