@@ -9,19 +9,16 @@ writer's competing for the core while training goes on). It may come out below z
 """
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+import torch
 
-from harness.processes import run_workers
+from measurement import run_workers, spread, write
 from paceline.dist.world import World
-from paceline.records import environment
 from paceline.training import tasks
 from paceline.training.build import build
 from paceline.training.keeper import Keeper, Progress
@@ -34,9 +31,15 @@ class Timed(Keeper):
     """A keeper that notes how long it holds up training."""
 
     def save(self, progress: Progress) -> None:
-        begin = time.perf_counter()
+        begin = _now()
         super().save(progress)
-        self.stalls_s: list[float] = [*getattr(self, "stalls_s", []), time.perf_counter() - begin]
+        self.stalls_s: list[float] = [*getattr(self, "stalls_s", []), _now() - begin]
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # what it has to do counts, too
+    return time.perf_counter()
 
 
 def main() -> None:
@@ -51,18 +54,16 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = run_workers(measure, WORKERS, model, args.rounds, Path(folder), timeout_s=3600)[0]
         rows = found.pop("rows")
-        spreads = {name: spread([row[name] for row in rows]) for name in ("added_s", "stall_s", "step_s")}
+        spreads = {name: spread([row[name] for row in rows], 6) for name in ("added_s", "stall_s", "step_s")}
         cost = {"cost_at_default_percent": round(100 * spreads["added_s"]["median"] / DEFAULT_S, 4)}
         by_model[model] = {**found, "n": len(rows), **spreads, **cost, "rows": rows}
     result = {
         "what": f"time one checkpoint adds to training on 2 CPU workers, one every {EVERY} steps against none",
-        "command": " ".join(["python", "bench/checkpoint.py", *sys.argv[1:]]),
         "default": "one every 60 s",
         "by_model": by_model,
-        "environment": {name: value for name, value in environment().items() if name not in ("machine", "command")},
     }
-    Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
-    print(f"{table(result)}\nwritten to {args.out}")
+    print(table(result))
+    write(args.out, result)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -76,11 +77,6 @@ def table(result: dict[str, Any]) -> str:
             f" {high:.1f}) | {found['cost_at_default_percent']:.3f}% |"
         )
     return "\n".join(lines)
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, smallest and largest."""
-    return {"median": round(statistics.median(values), 6), "min": round(min(values), 6), "max": round(max(values), 6)}
 
 
 def measure(world: World, model: str, rounds: int, folder: Path) -> dict[str, Any]:

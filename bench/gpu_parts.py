@@ -13,17 +13,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from checkpoint import Timed
+from measurement import spread, write
 from paceline.dist.world import World, world
-from paceline.records import environment
 from paceline.training import tasks
 from paceline.training.build import build
-from paceline.training.keeper import Keeper, Progress
 from paceline.training.loop import fit
 
 PARTS, GLOBAL_BATCH = 8, 1024
@@ -36,17 +35,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Timed(Keeper):
-    """A keeper that notes how long it holds up training."""
-
-    def save(self, progress: Progress) -> None:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        super().save(progress)
-        torch.cuda.synchronize()
-        self.stalls_s: list[float] = [*getattr(self, "stalls_s", []), time.perf_counter() - begin]
-
-
 def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -56,7 +44,6 @@ def main() -> None:
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "gpu_parts.json"))
     args = parser.parse_args()
     result = {
-        "command": " ".join(["python", "bench/gpu_parts.py", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "model": args.model,
         "bits": {precision: bits(args.model, precision, args.steps) for precision in ("fp32", "bf16")},
@@ -64,9 +51,8 @@ def main() -> None:
     with world() as here:
         result["speed"] = speed(here, args.model, args.rounds)
         result["checkpoint"] = checkpoints(here, args.model)
-    result["environment"] = {name: value for name, value in environment().items() if name not in ("machine", "command")}
-    Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    write(args.out, result)
+    print(Path(args.out).read_text())
 
 
 def bits(model: str, precision: str, steps: int) -> dict[str, Any]:
@@ -104,15 +90,8 @@ def speed(here: World, model: str, rounds: int) -> dict[str, Any]:
             row[way] = fit(run, ()).samples_per_s  # of the last epoch
         if number:
             rows.append(row)
-    spreads = {
-        way: {
-            "median": statistics.median(r[way] for r in rows),
-            "min": min(r[way] for r in rows),
-            "max": max(r[way] for r in rows),
-        }
-        for way in WAYS
-    }
-    return {"global_batch": GLOBAL_BATCH, "parts": PARTS, "precision": "bf16", "n": len(rows), "images_per_s": spreads}
+    speeds = {way: spread([row[way] for row in rows]) for way in WAYS}
+    return {"global_batch": GLOBAL_BATCH, "parts": PARTS, "precision": "bf16", "n": len(rows), "images_per_s": speeds}
 
 
 def checkpoints(here: World, model: str) -> dict[str, Any]:

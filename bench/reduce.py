@@ -9,9 +9,6 @@ checks. One thread a worker. The first round is warm-up and left out.
 """
 
 import argparse
-import json
-import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,16 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-from harness.processes import run_workers
+from measurement import run_workers, spread, write
 from paceline import models
 from paceline.config import Config
 from paceline.data.loaders import Arrays, Resident
 from paceline.dist.reduce import ExactReducer
 from paceline.dist.world import World
 from paceline.optim import make_optimizer
-from paceline.records import environment
 from paceline.training import tasks
 from paceline.training.build import build
 from paceline.training.contract import plan_run
@@ -51,13 +45,11 @@ def main() -> None:
     by_model = {model: summarise(run_workers(measure, WORKERS, model, args.rounds, timeout_s=3600)[0]) for model in args.models}
     result = {
         "what": "images/s of 2 CPU workers of one thread on fashion-mnist-mini: DDP by hand, --reduce fast, --reduce exact",
-        "command": " ".join(["python", "bench/reduce.py", *sys.argv[1:]]),
         "part_batch": PART_BATCH,
         "by_model": by_model,
-        "environment": {name: value for name, value in environment().items() if name not in ("machine", "command")},
     }
-    Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
-    print(f"{table(result)}\nwritten to {args.out}")
+    print(table(result))
+    write(args.out, result)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -82,11 +74,6 @@ def summarise(found: dict[str, Any]) -> dict[str, Any]:
     for row in rows:
         row["fast_over_plain"], row["exact_over_fast"] = row["plain"] / row["fast"], row["fast"] / row["exact"]
     return {**found, "n": len(rows), **{name: spread([row[name] for row in rows]) for name in (*KINDS, *RATIOS)}, "rows": rows}
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, smallest and largest."""
-    return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
 
 
 def measure(world: World, model: str, rounds: int) -> dict[str, Any]:

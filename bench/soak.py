@@ -10,7 +10,6 @@ trained on exactly once.
 """
 
 import argparse
-import json
 import os
 import random
 import re
@@ -22,12 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-from harness.faults import SAMPLES, TASK, Fault, fail_at, samples_by_step, variables
-from harness.processes import children
+from measurement import children, faults, write
 from paceline.data.sampler import Sampler
-from paceline.records import environment, read_metrics, read_result
+from paceline.records import read_metrics, read_result
 
 EPOCHS, PARTS, GLOBAL_BATCH = 100, 4, 16
 FLAGS = ["--virtual-workers", str(PARTS), "--global-batch", str(GLOBAL_BATCH), "--reduce", "exact", "--epochs", str(EPOCHS)]
@@ -48,11 +44,9 @@ def main() -> int:
             tally = soak(args.kills, random.Random(args.seed))
         finally:
             os.chdir(before)
-    about = {name: value for name, value in environment().items() if name not in ("machine", "command")}
-    command = " ".join(["python", "bench/soak.py", *sys.argv[1:]])
-    out.write_text(json.dumps({"command": command, **tally, "environment": about}, indent=2) + "\n")
+    write(str(out), tally)
     ok = tally["same_hash"] and tally["same_metrics"] and tally["every_sample_once"] and tally["kills"] == args.kills
-    print(summary(tally), f"written to {args.out}", "PASSED" if ok else "FAILED", sep="\n")
+    print(summary(tally), "PASSED" if ok else "FAILED", sep="\n")
     return not ok
 
 
@@ -66,14 +60,14 @@ def soak(kills: int, chance: random.Random) -> dict[str, Any]:
     while len(done) < kills:
         workers, how = chance.randint(1, 4), chance.choice(HOW)
         before = newest(run)
-        faults = []
+        planned = []
         if how == "checkpoint write":
-            faults = [fail_at(0, before + chance.randint(1, 5), "kill writer")]
+            planned = [faults.fail_at(0, before + chance.randint(1, 5), "kill writer")]
         elif how == "torn checkpoint":
-            faults = [fail_at(0, before + chance.randint(1, 5), "torn")]
+            planned = [faults.fail_at(0, before + chance.randint(1, 5), "torn")]
         for struck in Path("seen").glob("struck-*"):
             struck.unlink()
-        process = train("soak", workers, faults, slow_s=0.03)
+        process = train("soak", workers, planned, slow_s=0.03)
         if how in ("worker", "launcher"):
             await_steps(process, seen_bytes())
             time.sleep(chance.uniform(0, 1.5))
@@ -108,10 +102,22 @@ def soak(kills: int, chance: random.Random) -> dict[str, Any]:
     }
 
 
-def train(name: str, workers: int, faults: list[Fault], slow_s: float = 0.0) -> "subprocess.Popen[bytes]":
+def train(name: str, workers: int, planned: list[faults.Fault], slow_s: float = 0.0) -> "subprocess.Popen[bytes]":
     """Start the run, or go on with it."""
-    command = [sys.executable, "-m", "paceline", "train", TASK, *FLAGS, "--name", name, "--resume", "--workers", str(workers)]
-    env = {**os.environ, **variables(faults, slow_s), "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "train",
+        faults.TASK,
+        *FLAGS,
+        "--name",
+        name,
+        "--resume",
+        "--workers",
+        str(workers),
+    ]
+    env = {**os.environ, **faults.variables(planned, slow_s), "OMP_NUM_THREADS": "1"}
     with Path(f"{name}.log").open("ab") as log:
         return subprocess.Popen([*command, "--checkpoint-every", "2"], env=env, stdout=log, stderr=log)
 
@@ -144,7 +150,7 @@ def rows(record: Path) -> list[dict[str, Any]]:
 
 
 def every_sample_once() -> bool:
-    sampler, steps = Sampler(SAMPLES, GLOBAL_BATCH, PARTS, 0), samples_by_step()
+    sampler, steps = Sampler(faults.SAMPLES, GLOBAL_BATCH, PARTS, 0), faults.samples_by_step()
     for epoch in range(EPOCHS):
         for i in range(sampler.steps):
             expected = sampler.order(epoch)[sampler.step_bounds[i] : sampler.step_bounds[i + 1]]

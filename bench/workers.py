@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from paceline.records import environment
+from measurement import spread, write
 
 
 def main() -> None:
@@ -31,13 +31,11 @@ def main() -> None:
     args = parser.parse_args()
     result = {
         "what": "images/s training fashion-mnist-mini on CPU workers of one thread: 1 worker, 2 workers, 2 runs apart",
-        "command": " ".join(["python", "bench/workers.py", *sys.argv[1:]]),
         "model": args.model,
         "by_part_batch": {str(part_batch): measure(part_batch, args) for part_batch in args.part_batch},
-        "environment": {name: value for name, value in environment().items() if name not in ("machine", "command")},
     }
-    Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
-    print(f"{table(result)}\nwritten to {args.out}")
+    print(table(result))
+    write(args.out, result)
 
 
 def measure(part_batch: int, args: argparse.Namespace) -> dict[str, object]:
@@ -67,11 +65,6 @@ def table(result: dict[str, Any]) -> str:
 
 
 RATIOS = ("ratio", "ratio_apart")
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, smallest and largest."""
-    return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
 
 
 def images_per_s(runs: list[int], part_batch: int, args: argparse.Namespace) -> float:

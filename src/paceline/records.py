@@ -139,9 +139,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:  # cut short by a power failure
             continue
         if row["kind"] == "resume":
-            rows = [old for old in rows if old.get("step", 0) <= row["step"]]
+            rows = [old for old in rows if not _done_again(old, row["step"])]
         rows.append(row)
     return rows
+
+
+def _done_again(row: Mapping[str, Any], resumed_at: int) -> bool:
+    """Whether a run resumed at this step says this again. A checkpoint at an epoch's last step comes before its validation."""
+    return bool(row.get("step", 0) >= resumed_at) if row["kind"] == "epoch" else bool(row.get("step", 0) > resumed_at)
 
 
 def find_unfinished(runs_dir: Path, task: str) -> Path | None:

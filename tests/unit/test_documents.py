@@ -57,7 +57,7 @@ def test_links_between_documents_lead_somewhere() -> None:
 def test_every_flag_the_readme_names_exists() -> None:
     known = {option for verb in ("train", "data") for option in _options(verb)}
     scripts = "".join(path.read_text() for path in (ROOT / "fashion_mnist.py", *ROOT.glob("bench/*.py")))
-    foreign = {"--nproc-per-node", "--ntasks-per-node"}
+    foreign = {"--nproc-per-node", "--ntasks-per-node", "--requeue"}
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (ROOT / "README.md").read_text())) - foreign:
         assert flag in known or f'"{flag}"' in scripts, flag
 

@@ -357,6 +357,7 @@ def test_a_resumed_record_reads_as_if_nothing_had_happened(record: Record) -> No
     again = Record.reopen(record.path)
     assert (record.path / "result.json").exists(), "until it goes on, a record says how it ended"
     again.resume(7, {"workers": 3})
+    assert [r["step"] for r in records.read_metrics(record.path) if r["kind"] == "epoch"] == [6]
     assert not (record.path / "result.json").exists()
     again.row(row(8, loss=9.0))
     again.finish({"status": "done"})
@@ -369,6 +370,20 @@ def test_a_resumed_record_reads_as_if_nothing_had_happened(record: Record) -> No
     assert (record.path / "course.csv").read_text() == "time,val_accuracy\n1.000,0.5000\n"
     kept = (record.path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(kept[4])["loss"] == 8.0, "rows are never taken out of the file"
+
+
+def test_an_epoch_whose_validation_is_done_again_is_there_once(record: Record) -> None:
+    """A checkpoint at an epoch's last step is taken before its validation: what that gave is said again after resuming there."""
+    for _ in range(2):
+        record.row(row(6, loss=1.0))
+        record.row(row(6, "epoch", time_s=1.0, val_accuracy=0.5))
+        record.course_row(1.0, 0.5)
+        record.resume(6, {})
+    assert [(r["kind"], r["step"]) for r in records.read_metrics(record.path)] == [
+        *(("step", 6), ("resume", 6)),
+        *(("step", 6), ("resume", 6)),
+    ]
+    assert (record.path / "course.csv").read_text() == "time,val_accuracy\n"
 
 
 def test_one_run_at_a_time_writes_to_a_record(record: Record) -> None:

@@ -225,8 +225,8 @@ def test_grouping(model, options, parts, workers, expected):
             {"reduce": "exact"},
             8,
             2,
-            "--reduce exact: layer 0 takes its statistics over all workers, by float sums that depend on how many there are; use"
-            " norm=part or batch, or --reduce fast",
+            "--reduce exact: layer 0 takes its statistics over all workers, by float sums that depend on how many there are;"
+            " use norm=part or batch, or --reduce fast",
         ),
         (
             SyncNorm(2),
