@@ -3,10 +3,10 @@
     python bench/soak.py [--kills 50] [--seed 0] [--out bench/results/soak.json]
 
 The run trains a small residual net (batch norm, momentum, augmentation) in exact mode, with four virtual workers. Every attempt
-resumes it on a random number of workers and ends with SIGKILL: of a random worker or the launcher at a random moment, in the
-middle of writing a checkpoint, or just after a checkpoint that lost its end. At last it may finish. Its weights must have the
-hash of the same run left alone on one worker, its record the same numbers, and every sample of every epoch must have been
-trained on exactly once.
+resumes it on a random number of workers and ends with SIGKILL: of a random worker or the launcher at a random moment of
+training or of start-up, in the middle of writing a checkpoint, or just after a checkpoint that lost its end. At last it may
+finish. Its weights must have the hash of the same run left alone on one worker, its record the same numbers, and every sample
+of every epoch must have been trained on exactly once.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from paceline.records import read_metrics, read_result
 
 EPOCHS, PARTS, GLOBAL_BATCH = 100, 4, 16
 FLAGS = ["--virtual-workers", str(PARTS), "--global-batch", str(GLOBAL_BATCH), "--reduce", "exact", "--epochs", str(EPOCHS)]
-HOW = ("worker", "worker", "launcher", "checkpoint write", "torn checkpoint")
+HOW = ("worker", "worker", "launcher", "start-up", "checkpoint write", "torn checkpoint")
 
 
 def main() -> int:
@@ -68,15 +68,16 @@ def soak(kills: int, chance: random.Random) -> dict[str, Any]:
         for struck in Path("seen").glob("struck-*"):
             struck.unlink()
         process = train("soak", workers, planned, slow_s=0.03)
-        if how in ("worker", "launcher"):
-            await_steps(process, seen_bytes())
-            time.sleep(chance.uniform(0, 1.5))
+        if how in ("worker", "launcher", "start-up"):
+            if how != "start-up":
+                await_steps(process, seen_bytes())
+            time.sleep(chance.uniform(0, 1.5 if how != "start-up" else 5))
             victim = process.pid
-            if how == "worker":
+            if how != "launcher":
                 victim = chance.choice(worker_pids(process.pid))
             os.kill(victim, signal.SIGKILL)
         code = process.wait(timeout=120)
-        struck = how in ("worker", "launcher") or Path("seen/struck-0").exists()
+        struck = how in ("worker", "launcher", "start-up") or Path("seen/struck-0").exists()
         assert code != 0, "it came to its end before it could be killed: make it longer"
         assert struck, f"it ended by itself:\n{Path('soak.log').read_text()[-3000:]}"
         row = {"workers": workers, "how": how, "from_step": before, "newest_checkpoint": newest(run), "exit_code": code}

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class Writer:
         except OSError as error:
             why = "it is a file, not a folder" if isinstance(error, FileExistsError) else _why(error)
             raise CheckpointError(f"cannot write checkpoints in {folder}: {why}; choose another folder") from None
-        self._good: set[int] = set()  # steps whose files this writer wrote or verified
+        self._good: dict[int, bool | None] = {}  # by step, what this writer wrote or looked at; None: could not be read
         self._saved = True
         self._idle = threading.Event()
         self._idle.set()
@@ -102,7 +103,7 @@ class Writer:
                 self._saved = False
                 _write(self._folder, snapshot)
                 self._saved = True
-                self._good.add(step)
+                self._good[step] = True
                 snapshot = None  # its memory, before older files are read
                 self._prune(step)
             except Exception as error:  # any: it would end this thread in silence, and training would wait for it for ever
@@ -123,26 +124,36 @@ class Writer:
         self._tell(f"could not write the checkpoint at step {step}: {_why(error)}; training goes on, {last}")
 
     def _prune(self, step: int) -> None:
-        """Keep the newest good ones up to this step. Later ones are of a future that was abandoned, or damaged."""
+        """Remove the damaged, and good ones up to this step beyond the newest `keep`; what cannot be read now stays.
+
+        A later good one stays and does not count: it could not be read at the start, and is the same run (law 5), further on.
+        """
         kept = 0
         for other in _steps(self._folder):
-            if other <= step and kept < self._keep and self._is_good(other):
-                kept += 1
-            else:
+            good = self._is_good(other)
+            kept += good is True and other <= step
+            if good is False or (good and other <= step and kept > self._keep):
                 _path(self._folder, other).unlink(missing_ok=True)
-                self._good.discard(other)
+                del self._good[other]
 
-    def _is_good(self, step: int) -> bool:
-        """Read a file of an earlier run once: a damaged one is no reason to delete a good one."""
+    def _is_good(self, step: int) -> bool | None:
+        """Read a file of an earlier run once: a damaged one is no reason to delete a good one. None: nothing is known of it."""
         if step not in self._good:
-            with suppress(Exception):
+            try:
                 _read(self._folder, step)
-                self._good.add(step)
-        return step in self._good
+                self._good[step] = True
+            except _Damaged:
+                self._good[step] = False
+            except (OSError, MemoryError, CheckpointError):
+                self._good[step] = None
+        return self._good[step]
 
 
 def load_latest(folder: Path, tell: Tell) -> Checkpoint | None:
-    """The newest checkpoint that is whole, or None. Tells of each damaged one on the way and leaves it where it is."""
+    """The newest checkpoint that is whole, or None. Tells of each damaged one on the way and leaves it where it is.
+
+    One that may be good and cannot be read now is an error: to go on from an older one would be to lose it.
+    """
     try:
         steps = _steps(folder)
     except FileNotFoundError:
@@ -150,13 +161,25 @@ def load_latest(folder: Path, tell: Tell) -> Checkpoint | None:
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoints in {folder}: {_why(error)}") from None
     for place, step in enumerate(steps, start=1):
+        name = _path(folder, step).stem
         try:
             return _read(folder, step)
-        except Exception as error:  # any: there is no end to what a damaged file can hold
-            why = _why(error) if isinstance(error, OSError | CheckpointError) else "it is not a checkpoint"
+        except FileNotFoundError:
+            continue
+        except MemoryError:
+            raise CheckpointError(f"cannot read checkpoint {name} in {folder}: out of memory; free some and resume") from None
+        except (OSError, CheckpointError, _Damaged) as error:
+            if not isinstance(error, _Damaged) and getattr(error, "errno", None) != errno.EIO:  # EIO: most likely a bad sector
+                fix = "make it readable" if isinstance(error, OSError) else "use the Paceline that wrote it"
+                fix += ", or remove it to " + ("go on from the one before" if place < len(steps) else "start over")
+                raise CheckpointError(f"cannot read checkpoint {name} in {folder}: {_why(error)}; {fix}") from None
             then = "using the one before it" if place < len(steps) else "no other is there"
-            tell(f"checkpoint {_path(folder, step).stem} is damaged ({why}): {then}")
+            tell(f"checkpoint {name} is damaged ({_why(error)}): {then}")
     return None
+
+
+class _Damaged(Exception):
+    """A file was read and is not what was written."""
 
 
 _FORMAT = "1"
@@ -246,35 +269,51 @@ def _head(snapshot: _Snapshot, tensors: Mapping[str, Tensor]) -> bytearray:
 
 
 def _read(folder: Path, step: int) -> Checkpoint:
-    """A checkpoint that matches its digest; anything may be raised for one that does not."""
-    with _path(folder, step).open("rb") as file:
-        left = os.fstat(file.fileno()).st_size - 8
-        length = int.from_bytes(file.read(8), "little")
-        if not len(_BEGIN) + 64 <= length <= _HEADER_LIMIT_BYTES:
-            raise CheckpointError("it does not begin like a checkpoint")
-        if length > left:
-            raise CheckpointError("it is cut short")
-        head = bytearray(length.to_bytes(8, "little") + file.read(length))
-        stated, head[_DIGEST] = head[_DIGEST], b"0" * 64
-        left -= length
-        entries = json.loads(head[8:])
-        about = entries.pop("__metadata__")
-        digest = hashlib.sha256(head)
-        tensors: dict[str, Tensor] = {}
-        for key, entry in entries.items():  # in the order of their bytes
-            dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-            left -= math.prod(shape) * dtype.itemsize
-            if left < 0:  # before the memory is asked for
-                raise CheckpointError("it is cut short")
-            tensor = tensors[_name(key)] = torch.empty(shape, dtype=dtype, device="cpu")
-            file.readinto(_bytes(tensor))
-            digest.update(_bytes(tensor))
-    if left or not head.startswith(_BEGIN, 8) or digest.hexdigest().encode() != stated:
-        raise CheckpointError("its checksum does not match")
+    """A checkpoint that matches its digest; _Damaged if it does not. Any other error says nothing against the file."""
+    try:
+        with _path(folder, step).open("rb") as file:
+            return _parse(file, step)
+    except (OSError, MemoryError, CheckpointError, _Damaged):
+        raise
+    except Exception:  # any: there is no end to what a damaged header can hold
+        raise _Damaged("it is not a checkpoint") from None
+
+
+def _parse(file: BufferedReader, step: int) -> Checkpoint:
+    left = os.fstat(file.fileno()).st_size - 8
+    length = int.from_bytes(file.read(8), "little")
+    if not len(_BEGIN) + 64 <= length <= _HEADER_LIMIT_BYTES:
+        raise _Damaged("it does not begin like a checkpoint")
+    if length > left:
+        raise _Damaged("it is cut short")
+    head = bytearray(length.to_bytes(8, "little") + file.read(length))
+    stated, head[_DIGEST] = head[_DIGEST], b"0" * 64
+    left -= length
+    entries = json.loads(head[8:])
+    about = entries.pop("__metadata__")
+    digest = hashlib.sha256(head)
+    tensors: dict[str, Tensor] = {}
+    for key, entry in entries.items() if about["format"] == _FORMAT else ():  # in the order of their bytes
+        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        size = math.prod(shape) * dtype.itemsize
+        if not 0 <= size <= left:  # before the memory is asked for
+            raise _Damaged("it is cut short")
+        left -= size
+        try:
+            data = torch.empty(size, dtype=torch.uint8, device="cpu")
+        except RuntimeError:  # torch's word for it
+            raise MemoryError from None
+        file.readinto(_bytes(data))
+        digest.update(_bytes(data))
+        tensors[_name(key)] = data.view(dtype).view(shape)
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    if not head.startswith(_BEGIN, 8) or digest.hexdigest().encode() != stated:
+        raise _Damaged("its checksum does not match")
     if about["format"] != _FORMAT:
         raise CheckpointError(f"it has format {about['format']}, and this Paceline reads {_FORMAT}")
     if about["step"] != str(step):
-        raise CheckpointError(f"it is of step {about['step']}")
+        raise _Damaged(f"it is of step {about['step']}")
     return Checkpoint(step=step, tensors=tensors, facts=json.loads(about["facts"]))
 
 

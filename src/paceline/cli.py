@@ -15,7 +15,8 @@ from paceline.config import add_flags, check_options, read_recipe
 from paceline.dist.launch import INTERRUPTED, start_as_worker
 from paceline.dist.place import read_place
 from paceline.dist.reports import headline, is_lost_contact, report_failure
-from paceline.errors import PacelineError, UsageError, unknown
+from paceline.dist.watch import claim_process
+from paceline.errors import PacelineError, Stopped, UsageError, unknown
 
 _EXAMPLES = """examples:
   paceline train fashion-mnist-mini --workers 2
@@ -27,7 +28,8 @@ _EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 done, 1 failed, 2 the user's mistake, 3 diverged, 130 interrupted."""
+    """Run the command line and exit: 0 done, 1 failed, 2 the user's mistake, 3 diverged, 130 interrupted, 143 stopped."""
+    claim_process()
     start_as_worker()
     code = run(sys.argv[1:] if argv is None else argv)
     sys.stdout.flush()
@@ -87,8 +89,8 @@ def _explain(error: Exception) -> int:
     if place and place.launcher == "paceline" and report_failure(rank, error):
         return error.exit_code if isinstance(error, PacelineError) else 1
     prefix = f"paceline: worker {rank}: " if place and place.size > 1 else "paceline: "
-    if known and isinstance(error, UsageError) and rank != 0:
-        return error.exit_code  # all workers made the same mistake; rank 0 says so
+    if isinstance(error, UsageError | Stopped) and rank != 0:
+        return error.exit_code  # it is the same for all workers; rank 0 says so
     if known:
         print(f"{prefix}{error}", file=sys.stderr)
     elif is_lost_contact(error):

@@ -58,6 +58,7 @@ class Record:
         return record
 
     def _open(self) -> None:
+        self._held = ""
         self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
         self._csv = (self.path / "course.csv").open("ab", buffering=0)
         if not _lock(self._metrics):
@@ -86,8 +87,16 @@ class Record:
             path.write_text(text, encoding="utf-8")
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Append a row to metrics.jsonl."""
-        self._append(self._metrics, json.dumps(_plain(row)) + "\n")
+        """Append a row to metrics.jsonl; on a full disk, with the next one: perhaps only a checkpoint is in the way."""
+        self._held += json.dumps(_plain(row)) + "\n"
+        try:
+            self._append(self._metrics, self._held)
+        except RecordError as error:
+            full = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENOSPC
+            if not full or len(self._held) > _MOST_HELD:
+                raise
+        else:
+            self._held = ""
 
     def course_row(self, time_s: float, accuracy: float) -> None:
         """Append a line to the course's CSV."""
@@ -101,9 +110,13 @@ class Record:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Close the record with how it ended."""
-        self._metrics.close()
-        self._csv.close()
-        self.write("result.json", json.dumps(_plain(result), indent=2) + "\n")
+        try:
+            if self._held:
+                self._append(self._metrics, self._held)
+        finally:
+            self._metrics.close()
+            self._csv.close()
+            self.write("result.json", json.dumps(_plain(result), indent=2) + "\n")
 
     def _append(self, file: FileIO, text: str) -> None:
         """Append and hand over to the system: a row is there whole, or not at all, whatever happens next."""
@@ -189,6 +202,7 @@ def environment() -> dict[str, Any]:
     }
 
 
+_MOST_HELD = 1 << 20  # characters of rows that wait for a disk with room
 _CSV_HEADER = "time,val_accuracy\n"
 
 
@@ -197,12 +211,25 @@ def _csv_line(time_s: float, accuracy: float) -> str:
 
 
 def _lock(file: FileIO) -> bool:
-    """Take the record, until this process ends. True also where the file system knows no locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-    return True
+    """Take the record, until this process ends. True also where the file system knows no locks.
+
+    Waits a little: a killed run's DataLoader processes hold its lock until they notice, within 5 s.
+    """
+    end = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return True
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.1)
+        else:
+            return True
+
+
+_LOCK_PATIENCE_S = 6.0
 
 
 def _in_use(metrics: Path) -> bool:

@@ -142,6 +142,17 @@ def _free_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
+def _slow_disk() -> None:
+    """From now on a file takes two seconds to be on disk."""
+    fsync = os.fsync
+
+    def slow(file: Any) -> None:
+        time.sleep(2)
+        fsync(file)
+
+    os.fsync = slow  # type: ignore[assignment]
+
+
 def _kill_writer() -> None:
     """Killed while the next checkpoint is being written."""
     os.fsync = lambda _: _kill()  # type: ignore[assignment]
@@ -174,6 +185,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "requeue": _requeue,
     "disk full": _fill_disk,
     "disk free": _free_disk,
+    "disk slow": _slow_disk,
     "kill writer": _kill_writer,
     "torn": _tear,
 }

@@ -158,8 +158,20 @@ class Counting(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.seen += 1
+            self.seen = self.seen + 1
         return self.linear(inputs)
+
+
+class Comparing(nn.Module):
+    """Looks across the samples of a batch, where no layer shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.linear(inputs)
+        return logits - 9 * logits.mean(0) if self.training else logits
 
 
 class Noisy(nn.Module):
@@ -187,6 +199,7 @@ def refusals(world: World) -> dict[str, str]:
         "custom norm, two at once": (task_of(custom), {"parts_at_once": 2}),
         "sync norm, exact": (sync, {"reduce": "exact"}),
         "sync norm, in turn": (sync, {"parts_at_once": 1}),
+        "across samples": (task_of(Comparing), {}),
         "a buffer, exact": (task_of(Counting), {"reduce": "exact"}),
         "more workers than parts": (blobs(), {"virtual_workers": 1}),
         "fewer groups than workers": (blobs(), {"virtual_workers": 4, "parts_at_once": 4, "reduce": "exact"}),
@@ -197,6 +210,7 @@ def refusals(world: World) -> dict[str, str]:
             train_in(world, task, options)
         except UsageError as error:
             said[name] = str(error)
+    train_in(world, task_of(Comparing), {"parts_at_once": 1})
     said["noisy"] = " ".join(train_in(world, task_of(Noisy), {}).watcher.notes)
     said["noisy in turn"] = " ".join(train_in(world, task_of(Noisy), {"parts_at_once": 1}).watcher.notes)
     return said
@@ -207,8 +221,9 @@ def test_what_cannot_be_the_same_says_so() -> None:
         assert "is a Custom" in said["custom norm, two at once"]
         assert "takes its statistics over all workers" in said["sync norm, exact"]
         assert "must run at once" in said["sync norm, in turn"]
+        assert "looks across the samples of a batch; use --parts-at-once 1" in said["across samples"]
         assert "changes the buffer seen" in said["a buffer, exact"]
         assert "use at most 1 workers" in said["more workers than parts"]
-        assert "1 groups of 4 parts" in said["fewer groups than workers"]
+        assert "1 groups of the 4 parts" in said["fewer groups than workers"]
         assert "--parts-at-once 1 keys them by part" in said["noisy"]
         assert said["noisy in turn"] == ""

@@ -248,16 +248,55 @@ def test_the_newest_are_kept(folder, writer):
     assert names(folder) == [file_of(1001)]
 
 
-def test_an_abandoned_future_goes_with_the_first_write(folder, writer, told):
-    one = writer(keep=3)
-    for step in (60, 120, 180):
+def test_a_later_one_goes_only_if_it_is_damaged_and_does_not_count(folder, writer, told):
+    one = writer(keep=5)
+    for step in (50, 60, 120, 180):
         one.save(*of(step))
     one.close()
-    (folder / file_of(180)).write_bytes(b"damaged")
-    again = writer(keep=3)
+    flip(folder / file_of(180), -1)
+    again = writer(keep=2)
     again.save(*of(70))
     assert again.wait()
-    assert names(folder) == [file_of(60), file_of(70)]
+    assert names(folder) == [file_of(60), file_of(70), file_of(120)]
+    assert is_of(load_latest(folder, pytest.fail), 120)
+    again.save(*of(130))  # past it: from here on it is one of the older ones
+    assert again.wait()
+    assert names(folder) == [file_of(120), file_of(130)]
+    assert not told
+
+
+def fail_to_open(monkeypatch: pytest.MonkeyPatch, *paths: Path, error: BaseException) -> None:
+    opened = Path.open
+
+    def refuse(path: Path, mode: str = "r", **kwargs: Any) -> Any:
+        if path in paths and "r" in mode:
+            raise error
+        return opened(path, mode, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+
+
+UNREADABLE = [
+    *(pytest.param(OSError(code, os.strerror(code)), id=errno.errorcode[code]) for code in (errno.EACCES, errno.EMFILE)),
+    *(pytest.param(OSError(code, os.strerror(code)), id=errno.errorcode[code]) for code in (errno.EIO, errno.ESTALE)),
+    pytest.param(MemoryError(), id="MemoryError"),
+]
+
+
+@pytest.mark.parametrize("error", UNREADABLE)
+def test_what_cannot_be_read_is_never_removed(folder, writer, told, monkeypatch, error):
+    one = writer(keep=5)
+    for step in (30, 60, 90, 120, 180):
+        one.save(*of(step))
+    one.close()
+    flip(folder / file_of(90), -1)  # bad, but nobody can know
+    again = writer(keep=1)
+    with monkeypatch.context() as for_now:
+        fail_to_open(for_now, *(folder / file_of(step) for step in (30, 90, 180)), error=error)
+        again.save(*of(130))
+        assert again.wait()
+    assert names(folder) == [file_of(step) for step in (30, 90, 130, 180)]
+    assert is_of(load_latest(folder, pytest.fail), 180)
     assert not told
 
 
@@ -347,15 +386,30 @@ def test_a_renamed_file_is_damaged(folder, two):
     assert told == ["checkpoint step-000000120 is damaged (it is of step 60): no other is there"]
 
 
-def test_a_file_of_another_format_is_not_taken(folder, writer, monkeypatch):
-    one = writer()
+def test_a_file_of_another_format_is_an_error_and_stays(folder, writer, told, monkeypatch):
+    one = writer(keep=1)
     one.save(*of(60))
     assert one.wait()
     with monkeypatch.context() as later:
         later.setattr(checkpoint, "_FORMAT", "2")
+        later.setitem(checkpoint._CODES, torch.float32, "F32 as format 2 has it")
         one.save(*of(120))
-        assert one.wait()
-    assert uses_the_one_before(folder, "it has format 2, and this Paceline reads 1")
+        one.close()
+    new = folder / file_of(120)
+    with pytest.raises(CheckpointError) as caught:
+        load_latest(folder, pytest.fail)
+    assert str(caught.value) == (
+        f"cannot read checkpoint step-000000120 in {folder}: it has format 2, and this Paceline reads 1; "
+        "use the Paceline that wrote it, or remove it to start over"
+    )
+    again = writer(keep=1)
+    again.save(*of(130))
+    assert again.wait()
+    assert names(folder) == [new.name, file_of(130)]
+    (folder / file_of(130)).unlink()
+    flip(new, -1)  # of no format at all
+    assert load_latest(folder, told.append) is None
+    assert told == ["checkpoint step-000000120 is damaged (its checksum does not match): no other is there"]
 
 
 class Bomb:
@@ -382,7 +436,9 @@ def test_a_pickle_in_disguise_is_not_run(folder, two, tmp_path):
 
 def whole(about: dict[str, str], entries: dict[str, Any], data: bytes = b"") -> bytes:
     """A file with a header of our kind."""
-    header = json.dumps({"__metadata__": {"sha256": "0" * 64, **about}, **entries}, separators=(",", ":")).encode()
+    header = json.dumps(
+        {"__metadata__": {"sha256": "0" * 64, "format": "1", **about}, **entries}, separators=(",", ":")
+    ).encode()
     return len(header).to_bytes(8, "little") + header + data
 
 
@@ -419,16 +475,59 @@ def test_a_gigantic_file_of_nothing_is_not_read(folder, two):
         assert uses_the_one_before(folder, why)
 
 
-def test_a_file_that_cannot_be_read_is_passed_over(folder, two, monkeypatch):
-    opened = Path.open
-
-    def bad_sector(path: Path, *args: Any, **kwargs: Any) -> Any:
-        if path == two:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return opened(path, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "open", bad_sector)
+def test_a_bad_sector_is_damage(folder, two, monkeypatch):
+    fail_to_open(monkeypatch, two, error=OSError(errno.EIO, os.strerror(errno.EIO)))
     assert uses_the_one_before(folder, "Input/output error")
+
+
+def test_one_that_vanishes_is_passed_over_in_silence(folder, two, monkeypatch):
+    fail_to_open(monkeypatch, two, error=FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+    assert is_of(load_latest(folder, pytest.fail), 60)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ESTALE])
+@pytest.mark.parametrize(("step", "then"), [(120, "go on from the one before"), (60, "start over")])
+def test_a_file_that_cannot_be_read_is_an_error_not_damage(folder, two, monkeypatch, code, step, then):
+    if step == 60:
+        two.unlink()
+    fail_to_open(monkeypatch, folder / file_of(step), error=OSError(code, os.strerror(code)))
+    with pytest.raises(CheckpointError) as caught:
+        load_latest(folder, pytest.fail)
+    assert str(caught.value) == (
+        f"cannot read checkpoint step-{step:09d} in {folder}: {os.strerror(code)}; make it readable, or remove it to {then}"
+    )
+
+
+def test_memory_that_python_lacks_is_an_error_not_damage(folder, two, monkeypatch):
+    fail_to_open(monkeypatch, two, error=MemoryError())
+    with pytest.raises(
+        CheckpointError, match=r"^cannot read checkpoint step-000000120 in .*: out of memory; free some and resume$"
+    ):
+        load_latest(folder, pytest.fail)
+
+
+def test_memory_that_torch_lacks_is_an_error_not_damage(tmp_path):
+    """A real allocation that fails: the address space has no room for a tensor of 400 MB."""
+    lines = child(
+        """
+here = Path("here")
+writer = Writer(here, 2, print)
+writer.save(60, {}, {})
+writer.save(120, {"x": torch.zeros(100_000_000)}, {})
+writer.close()
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+limit = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used + 200_000_000, limit[1]))
+try:
+    load_latest(here, print)
+except CheckpointError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_AS, limit)
+print(load_latest(here, print).step)
+""",
+        tmp_path,
+    )
+    assert lines == ["cannot read checkpoint step-000000120 in here: out of memory; free some and resume", "120"]
 
 
 def test_all_damaged_is_none_with_a_line_each(folder, two, told):
@@ -595,7 +694,7 @@ def test_the_disk_has_it_before_it_has_the_name_and_before_others_go(folder, wri
 
 def child(body: str, folder: Path) -> list[str]:
     """Run code in a process of its own, in the folder; what it printed."""
-    begin = "import os, random, resource, signal, sys, threading, torch\nfrom pathlib import Path\n"
+    begin = "import os, random, resource, shutil, signal, sys, threading, torch\nfrom pathlib import Path\n"
     begin += "from paceline import checkpoint\nfrom paceline.checkpoint import *\ntorch.set_num_threads(1)\n"
     done = run([sys.executable, "-c", f"{begin}os.chdir({str(folder)!r})\n{body}"])
     assert done.returncode == 0, done.stderr
@@ -662,7 +761,10 @@ except CheckpointError as error:
 writer.save(2, tensors, {})
 print(writer.wait())
 writer.close()
-print(load_latest(later, print))
+try:
+    load_latest(later, print)
+except CheckpointError as error:
+    print(error)
 """,
         tmp_path,
     )
@@ -672,8 +774,7 @@ print(load_latest(later, print))
         "cannot write checkpoints in here/below: Permission denied; choose another folder",
         "could not write the checkpoint at step 2: Permission denied; training goes on, the last good one is step 1",
         "False",
-        "checkpoint step-000000001 is damaged (Permission denied): no other is there",
-        "None",
+        "cannot read checkpoint step-000000001 in later: Permission denied; make it readable, or remove it to start over",
     ]
 
 
@@ -684,6 +785,7 @@ def contents(step):
     return step, {"x": torch.full((size,), float(step)), "y": torch.tensor(step)}, {"step": step}
 
 def begin():
+    shutil.rmtree(here, ignore_errors=True)
     writer = Writer(here, 1, print)
     writer.save(*contents(0))
     writer.close()

@@ -78,6 +78,8 @@ def launch(command: Sequence[str], config: Config) -> Outcome:
             after = Failure(report.rank, newest_checkpoint(record))
             last, (crew, why) = crew, next_crew(crew, before, after, config)
             if crew.workers < (config.min_workers or 1):
+                left = f"{crew.workers} device{'s' * (crew.workers != 1)} left, fewer than --min-workers {config.min_workers}"
+                outcome = replace(outcome, report=replace(report, text=f"{report.text}\nnot restarted: {left}"))
                 break
             before = after if crew == last else None  # ranks move up when one is taken out
             total = crew.workers * config.nodes
@@ -151,6 +153,8 @@ def _attempt(command: Sequence[str], crew: Crew, config: Config, reports: Path, 
             thread.start()
             _wait(thread, config, reports, wish)
     record = read_record(reports)
+    if ended == [{}]:  # done, even where the wish to stop came too late
+        return Outcome(0, None, record)
     if wish.why:
         return Outcome(wish.exit_code, None, record)
     (end,) = ended
@@ -159,9 +163,7 @@ def _attempt(command: Sequence[str], crew: Crew, config: Config, reports: Path, 
             raise end
         text = f"node {config.node_id} lost contact with the others: {headline(end)}"
         return Outcome(1, Report(0, time.time(), 1, text, lost_contact=True), record)
-    if not end:
-        return Outcome(0, None, record)
-    report = first_failure(read_reports(reports), end)
+    report = first_failure(read_reports(reports), end, begun=record is not None)
     return Outcome(report.exit_code, report, record)
 
 

@@ -28,8 +28,6 @@ class Place:
     """alone, paceline, torchrun, srun or mpirun."""
     run_key: str = ""
     """What tells this world from others on the same machine, where the launcher gives no port to meet at."""
-    restarts: int = 0
-    """How often torchrun has started this world's workers again."""
 
 
 def read_place(env: Mapping[str, str] | None = None) -> Place:
@@ -45,7 +43,6 @@ def read_place(env: Mapping[str, str] | None = None) -> Place:
             local_size=local_size,
             nodes=_number(env, "GROUP_WORLD_SIZE", -(-_number(env, "WORLD_SIZE") // local_size)),
             launcher="paceline" if REPORTS_VARIABLE in env else "torchrun",
-            restarts=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
         )
     elif "OMPI_COMM_WORLD_RANK" in env:
         rank, size = _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE")

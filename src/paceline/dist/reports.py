@@ -72,7 +72,8 @@ def report_record(path: Path) -> None:
     """Tell the launcher where the record is, so that it can close it if this worker cannot."""
     where = folder()
     if where is not None:
-        (where / "record").write_text(str(path))
+        (where / "record.part").write_text(str(path))
+        (where / "record.part").replace(where / "record")
 
 
 def report_begun() -> None:
@@ -91,7 +92,8 @@ def read_reports(where: Path) -> list[Report]:
 def read_record(where: Path) -> Path | None:
     """Where rank 0 writes its record, if it came that far."""
     path = where / "record"
-    return Path(path.read_text()) if path.exists() else None
+    text = path.read_text() if path.exists() else ""
+    return Path(text) if text else None  # Path("") would be the folder we are in
 
 
 def read_begun(where: Path) -> list[int]:
@@ -109,12 +111,14 @@ def ask_to_stop(where: Path, why: str) -> None:
 def read_stop(where: Path) -> str:
     """Why the launcher asks the workers to stop, or ""."""
     path = where / "stop"
-    return path.read_text() if path.exists() else ""
+    with suppress(OSError):  # the launcher and its folder are gone
+        return path.read_text() if path.exists() else ""
+    return ""
 
 
-def first_failure(reports: Sequence[Report], exits: Mapping[int, int]) -> Report:
+def first_failure(reports: Sequence[Report], exits: Mapping[int, int], *, begun: bool = True) -> Report:
     """The failure that caused the others: a worker's own error, else a worker that hung or was killed by a signal, else the
-    first lost contact."""
+    first lost contact. Before the run has `begun` (it has a record), one that others waited for may merely load slowly."""
     own = [report for report in reports if not report.lost_contact]
     if own:
         return min(own, key=lambda report: report.when)
@@ -122,7 +126,11 @@ def first_failure(reports: Sequence[Report], exits: Mapping[int, int]) -> Report
     silent = {rank: code for rank, code in exits.items() if rank not in reported}
     waited = any(report.waited for report in reports)
     for rank, code in sorted(silent.items(), key=_suspicion):
-        if waited and code in (-signal.SIGTERM, -signal.SIGKILL):  # the others waited, and elastic ended it
+        ended = waited and code in (-signal.SIGTERM, -signal.SIGKILL)  # the others waited, and elastic ended it
+        if ended and not begun:
+            slow = "if it was still loading data, raise --timeout-s"
+            text = f"worker {rank} was not ready for the first step: the others waited for it; {slow}"
+        elif ended:
             text = f"worker {rank} hung: the others waited for it, and it could not say where it is (stuck outside Python?)"
         elif code < 0:
             name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"

@@ -53,7 +53,8 @@ def next_crew(crew: Crew, before: Failure | None, after: Failure, config: Config
     if before is None or before.rank != after.rank or after.step > before.step:
         return crew, ""
     left = tuple(name for i, name in enumerate(answering) if i != after.rank)
-    return Crew(crew.workers - 1, left if gpus else crew.devices), f": worker {after.rank}'s device counts as gone"
+    why = f": worker {after.rank}'s device counts as gone"
+    return (Crew(min(crew.workers, len(left)), left) if gpus else Crew(crew.workers - 1, crew.devices)), why
 
 
 def command_again(command: Sequence[str], crew: Crew, config: Config, record: Path | None) -> list[str]:

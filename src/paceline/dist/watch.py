@@ -3,7 +3,8 @@
 A wish to stop (SIGTERM, Ctrl-C, or a file of the launcher's) is only noted: the loop reads `stop`, finishes the step, writes a
 checkpoint and ends by itself. One thread sees to it that this happens within the grace, and that a worker which stands still
 says where before it ends. Signals reach the thread through a pipe, because Python runs handlers in the main thread alone, which
-may be stuck in a collective. Nothing here imports torch.
+may be stuck in a collective. A process that is not ours (a notebook, the caller's own program) is never ended from here: its
+main thread is interrupted by an exception. Nothing here imports torch.
 """
 
 import os
@@ -19,14 +20,24 @@ from typing import Any, Self
 from paceline.dist import reports
 from paceline.dist.launch import INTERRUPTED, STOPPED, STOPPING
 from paceline.dist.place import read_place
+from paceline.errors import PacelineError, Stopped
 
-PHASES = ("data", "forward", "backward", "reduce", "validation", "checkpoint")
-"""What a worker can be doing, in the order of a step."""
+PHASES = ("loading", "data", "forward", "backward", "reduce", "validation", "checkpoint")
+"""What a worker can be doing: before the first step, then in the order of a step."""
 
 _MAY_WAIT = ("backward", "reduce")  # DDP averages within backward: the worker may merely wait for another one
 _WAIT_LONGER_S = 2.0  # ... and then lets the one that hangs speak first
+_STUCK_S = 5.0  # asked to stop, and so long in one of these phases: the one it waits for is probably gone
 _LOOK_EVERY_S = 0.25
-_UNWIND_S = 5.0  # after a second Ctrl-C, for a KeyboardInterrupt to close the record in
+_UNWIND_S = 5.0  # for an exception, such as a second Ctrl-C's, to close the record in
+
+_ours = False
+
+
+def claim_process() -> None:
+    """Say that this process is Paceline's own command line, which may be ended where it is stuck; a caller's may not."""
+    global _ours
+    _ours = True
 
 
 class Watch:
@@ -34,12 +45,18 @@ class Watch:
 
     def __init__(self, rank: int, timeout_s: float, grace_s: float) -> None:
         self._rank, self._timeout_s, self._grace_s = rank, timeout_s, grace_s
+        self.stop = ""
+        """Why this worker should stop ("SIGTERM", "Ctrl-C"), or ""."""
         self._folder = reports.folder()
         self._place = read_place()
         self._last: tuple[float, int, str] | None = None
-        self._stop = ""
+        self._seen: tuple[float, int, str] | None = None  # `_last` as of the thread's last look
+        self._age_s = self._longest_wait_s = 0.0  # how long it had been so, if it may wait
         self._exit_code = STOPPED
-        self._deadline = float("inf")
+        self._asked = self._deadline = float("inf")
+        self._error: BaseException | None = None  # for the main thread to raise
+        self._interrupted = False
+        self._own_signals = 0  # sent by the thread itself, and not heard yet
         self._signals = 0  # as the thread counts them
         self._handled = 0  # as the main thread does: two that come while it is stuck are one to Python
         self._handlers: dict[int, Any] = {}
@@ -74,26 +91,34 @@ class Watch:
         """Say that there is progress: what begins now. A long wait that is as it should be marks again now and then."""
         self._last = (time.monotonic(), step, phase)
 
-    @property
-    def stop(self) -> str:
-        """Why this worker should stop ("SIGTERM", "Ctrl-C"), or ""."""
-        if not self._stop and self._folder is not None:
-            self._stop = reports.read_stop(self._folder)
-        return self._stop
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread. The thread has heard it, too; only here can it become a KeyboardInterrupt."""
-        self._handled += 1
-        if self._handled > 1 and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._note(number)
+        """In the main thread. The thread has heard it, too; only here can it become an exception."""
+        error, self._error = self._error, None
+        if error is None:
+            self._handled += 1
+            self._note(number)
+            if self._loads():  # no step to finish, nothing to keep
+                error = self._why_interrupted("before the first step")
+            elif self._handled > 1 and number == signal.SIGINT:
+                error = KeyboardInterrupt()
+        if error is not None:
+            self._interrupted = True
+            raise error
 
     def _note(self, number: int) -> None:
-        if self._stop:
+        if self.stop:
             return
         self._exit_code = INTERRUPTED if number == signal.SIGINT else STOPPED
-        self._deadline = time.monotonic() + self._grace_s
-        self._stop = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        self._grace_s = min(self._grace_s, _UNWIND_S) if self._loads() else self._grace_s
+        self._asked = time.monotonic()
+        self._deadline = self._asked + self._grace_s
+        self.stop = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+    def _loads(self) -> bool:
+        return self._last is not None and self._last[2] == "loading"
+
+    def _why_interrupted(self, when: str) -> BaseException:
+        return KeyboardInterrupt() if self.stop == "Ctrl-C" else Stopped(f"stopped by {self.stop} {when}", self.stop)
 
     def _run(self) -> None:
         while True:
@@ -103,37 +128,85 @@ class Watch:
                     return
                 if number in self._handlers:
                     self._hear(number)
+            if not self.stop and self._folder is not None:
+                self.stop = reports.read_stop(self._folder)  # here, and not where the loop asks: a `stat` is 5 us
             if time.monotonic() > self._deadline:
-                late = f"paceline: worker {self._rank} did not end within {self._grace_s:g} s of {self._stop}: it ends now"
-                print(late, file=sys.stderr, flush=True)
-                os._exit(self._exit_code)
+                self._end_late()
             self._check_progress()
 
     def _hear(self, number: int) -> None:
+        if self._own_signals:
+            self._own_signals -= 1
+            return
         self._signals += 1
         self._note(number)
-        if number == signal.SIGINT and self._signals == 1 and self._place.launcher == "alone" and sys.stderr.isatty():
+        alone = self._place.launcher == "alone"
+        if number == signal.SIGINT and self._signals == 1 and alone and not self._loads() and sys.stderr.isatty():
             print(STOPPING, file=sys.stderr, flush=True)
         if number == signal.SIGINT and self._signals > 1:
             self._deadline = min(self._deadline, time.monotonic() + _UNWIND_S)
 
+    def _end_late(self) -> None:
+        """The grace has passed. A lone worker is interrupted first, to close its record; a caller's program lives on."""
+        late = f"paceline: worker {self._rank} did not end within {self._grace_s:g} s of {self.stop}"
+        alone = self._place.launcher == "alone"
+        if alone and self._interrupt(self._why_interrupted("in the middle of a step")):
+            print(f"{late}: it is interrupted", file=sys.stderr, flush=True)
+            self._deadline = time.monotonic() + _UNWIND_S
+        elif alone and not _ours:
+            self._deadline = float("inf")
+        else:
+            print(f"{late}: it ends now", file=sys.stderr, flush=True)
+            os._exit(self._exit_code)
+
+    def _interrupt(self, error: BaseException) -> bool:
+        """Have the main thread raise this, once; False where it already unwinds, or where the handlers are not ours."""
+        numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) == self._handle]
+        if self._interrupted or not numbers:
+            return False
+        self._interrupted, self._error = True, error
+        self._own_signals += 1
+        signal.pthread_kill(self._watched, numbers[0])  # a real signal: it also ends a system call that sleeps
+        return True
+
     def _check_progress(self) -> None:
-        if self._last is None:
+        last = self._last
+        if last is None or last[2] == "loading":  # data may take as long as it takes
             return
-        when, step, phase = self._last
+        when, step, phase = last
         may_wait = phase in _MAY_WAIT and self._place.size > 1
+        if last is not self._seen:
+            self._longest_wait_s = max(self._longest_wait_s, self._age_s)
+        self._seen, self._age_s = last, (time.monotonic() - when) * may_wait
+        if may_wait:
+            self._check_stuck(when, step, phase)
         if time.monotonic() - when < self._timeout_s + _WAIT_LONGER_S * may_wait:
             return
         if may_wait:
             text = f"worker {self._rank} waited {self._timeout_s:g} s for another worker at step {step}, in {phase}"
         else:
             text = f"worker {self._rank} hung: no progress for {self._timeout_s:g} s at step {step}, in {phase}"
-        text = f"{text}\n{self._stack()}".rstrip()
+        headline, text = text, f"{text}\n{self._stack()}".rstrip()
         if not reports.leave(reports.Report(self._rank, time.time(), 1, text, lost_contact=may_wait, waited=may_wait)):
             print(f"paceline: {text}", file=sys.stderr, flush=True)
+        if self._place.launcher == "alone" and not _ours:  # nobody waits for it
+            self._last = None  # said once
+            self._interrupt(PacelineError(headline))
+            return
         if may_wait:
             time.sleep(_WAIT_LONGER_S)  # for the others that wait to say so: who is then still silent is the one that hangs
         os._exit(1)
+
+    def _check_stuck(self, when: float, step: int, phase: str) -> None:
+        """Asked to stop while it waits for others: torchrun ends all when one fails, and a collective with that one never ends.
+
+        A step that takes long is no sign of it: twice the longest wait so far is left to it, up to the grace.
+        """
+        limit = max(_STUCK_S, 2 * self._longest_wait_s)
+        if time.monotonic() - max(when, self._asked) > limit:
+            late = f"paceline: worker {self._rank} was asked to stop and is stuck at step {step}, in {phase}: it ends now"
+            print(late, file=sys.stderr, flush=True)
+            os._exit(self._exit_code)
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._watched)
@@ -143,8 +216,9 @@ class Watch:
         """In a forked child, such as a DataLoader's worker: its signals are not the worker's, and SIGTERM ends it as before.
 
         Ctrl-C at a terminal reaches it, too. It stays with the handler, which takes no notice of the first: the step that is
-        to be finished needs its samples.
+        to be finished needs its samples, and that holds for a child which began before the first step, too.
         """
+        self._last = None
         signal.set_wakeup_fd(-1)
         if signal.SIGTERM in self._handlers:
             signal.signal(signal.SIGTERM, self._handlers[signal.SIGTERM])

@@ -26,6 +26,7 @@ from paceline.training.build import Run
 from paceline.training.observers import Result, Rows
 
 FOLDER = "checkpoints"
+REFUSED = "cannot resume"
 _PLACE = (
     *("workers", "nodes", "node_id", "rendezvous", "backend", "timeout_s", "max_restarts", "min_workers", "grace_s"),
     *("data_dir", "loader", "loader_workers", "target_accuracy", "patience", "check_every", "log_every", "tracker"),
@@ -157,6 +158,7 @@ def identity(run: Run) -> dict[str, Any]:
     resolved = {"virtual_workers": run.sampler.parts, "global_batch": run.sampler.global_batch}
     shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in run.step.model.state_dict().items()}
     return {
+        "task": run.contract.task,
         "options": {**_options(run.config), **resolved},
         "data": run.data_sha256,
         "model": hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()[:16],
@@ -181,6 +183,8 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def _check_identity(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """A UsageError that lists what is not as it was."""
     differs = _changed(old["options"], new["options"])
+    if old["task"] != new["task"]:
+        differs.insert(0, f"the task was {old['task']}, is {new['task']}")
     if old["data"] != new["data"]:
         differs.append("the training or validation data is not the same")
     if old["model"] != new["model"] and not any(text.startswith("--model ") for text in differs):
@@ -190,7 +194,7 @@ def _check_identity(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
 
 def _refuse(differs: list[str]) -> None:
     if differs:
-        raise UsageError(f"cannot resume: {'; '.join(differs)}. Start a new run, or give the options of the old one")
+        raise UsageError(f"{REFUSED}: {'; '.join(differs)}. Start a new run, or give the options of the old one")
 
 
 def _place(world: World) -> str:
@@ -208,5 +212,5 @@ def _broadcast(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]
         kind = getattr(torch, dtype)
         tensor = tensors[name].to(world.device) if name in tensors else torch.empty(shape, dtype=kind, device=world.device)
         dist.broadcast(tensor, 0)
-        received[name] = tensor
+        received[name] = tensor.cpu()  # where a checkpoint's tensors are: an optimizer's own count of steps must stay there
     return received

@@ -44,6 +44,9 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
             for observer in observers:
                 with suppress(PacelineError):  # a full disk must not hide what happened
                     observer.end(result, None)
+            if isinstance(error, Stopped | Diverged):  # on all workers at once; the first to end ends the others
+                with suppress(RuntimeError):
+                    run.world.barrier()  # so not before rank 0 has closed its record
             raise
     for observer in observers:
         observer.end(progress.result, run.step.model)
@@ -176,9 +179,9 @@ class _Fit:
         self.run.step.mark(step, "checkpoint")
         self.save_wished = False
         if self.stop_wished:
-            if saved and self.run.world.speaks:
-                saved = self.keeper.wait()
             why = (self.watch and self.watch.stop) or "a signal to another worker"
+            # Whoever ends first ends the others: all wait until rank 0 has written it.
+            saved, why = self.run.world.share([self.keeper.wait(), why] if self.run.world.speaks else None)
             written = (
                 "a checkpoint is written, and the same command with --resume goes on" if saved else "no checkpoint is written"
             )

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import nn
 
@@ -203,11 +203,14 @@ class TensorBoard:
     """One tracker run in the record's folder."""
 
     def __init__(self, folder: str) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(folder)
+        self._folder, self._writer = folder, cast(Any, None)
 
     def start(self, contract: Contract) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What a resumed run does again goes: purge_step hides the old points from there on.
+        again = None if contract.resumed_at is None else contract.resumed_at + 1
+        self._writer = SummaryWriter(self._folder, purge_step=again)
         self._writer.add_text("contract", "\n".join(f"    {what}: {text}" for what, text in contract.lines()))
 
     def say(self, text: str) -> None:

@@ -130,6 +130,9 @@ class Statistics:
         self._own = [{name: cast(Tensor, layer._buffers[name]) for name in _NAMES} for layer in self._layers]
         self._rows = [[_repeat(own, len(group)) for group in groups] for own in self._own]
         self._grouped = [module for module in model.modules() if isinstance(module, PartNorm)]
+        self.over_workers = any(_spans_workers(module) for module in model.modules())
+        """Whether some layer's statistics are those of the whole step."""
+        self._views: dict[tuple[int, range], list[dict[str, Tensor]]] = {}  # one of them a pass: cut only once
         self._in_use: tuple[int, range] | None = None
 
     def names(self, model: nn.Module) -> set[str]:
@@ -144,10 +147,11 @@ class Statistics:
         if self._in_use == (item.group, item.parts):
             return
         self._in_use = (item.group, item.parts)
-        group = self._groups[item.group]
-        rows: slice | int = slice(None) if len(item.parts) > 1 else item.parts[0] - group[0]
-        for layer, own in zip(self._layers, self._rows, strict=True):
-            layer._buffers.update({name: tensor[rows] for name, tensor in own[item.group].items()})
+        if self._in_use not in self._views:
+            rows: slice | int = slice(None) if len(item.parts) > 1 else item.parts[0] - self._groups[item.group][0]
+            self._views[self._in_use] = [{name: t[rows] for name, t in own[item.group].items()} for own in self._rows]
+        for layer, views in zip(self._layers, self._views[self._in_use], strict=True):
+            layer._buffers.update(views)
 
     @torch.no_grad()
     def average(self, world: World) -> None:

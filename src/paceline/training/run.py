@@ -1,5 +1,6 @@
 """`paceline train` and `paceline.train`: here, or as N workers started from here; from the start, or from a checkpoint."""
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from paceline.records import Record, close_cut_short, find_unfinished, read_resu
 from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.contract import check_parts
-from paceline.training.keeper import FOLDER, Keeper, check_options
+from paceline.training.keeper import FOLDER, REFUSED, Keeper, check_options
 from paceline.training.loop import fit
 from paceline.training.observers import Observer, Printer, Recorder, Result, TensorBoard, check_tensorboard
 from paceline.training.task import Task
@@ -89,7 +90,7 @@ def find_record(task: str | Task, config: Config) -> Path | None:
     if config.resume == "auto":
         if config.name:
             return runs / config.name if (runs / config.name / "metrics.jsonl").exists() else None
-        return find_unfinished(runs, task.name if isinstance(task, Task) else task)
+        return find_unfinished(runs, _spelled(task))
     for path in (Path(config.resume), runs / config.resume):
         if (path / "metrics.jsonl").exists():
             return path
@@ -123,34 +124,22 @@ def _recorded(record: Path | None, place: Place) -> dict[str, Any]:
 
 def _train_here(task: str | Task, options: Mapping[str, Any], place: Place) -> Result:
     """As one worker of whatever world this process is in."""
-    given = task if isinstance(task, str) else task.name
+    given = _spelled(task)
     where = _where(options)
     with world(where.backend, where.timeout_s + _AFTER_WATCH_S) as here:
-        if place.launcher == "torchrun" and (again := here.share(_begun_before(here, place))):
-            options = {**options, "resume": again}
-            where = _where(options)
-        record, told = None, {}
-        if where.resume:  # rank 0 alone looks: the others need not reach the folder
-            found = find_record(task, where) if here.speaks else None
-            if found is not None and (ended := _ended(found)) is not None:
-                here.share({"ended": vars(ended)})
-                return ended
-            told = here.share({"record": str(found), "options": _recorded(found, place)} if found else {})
-            if "ended" in told:
-                return Result(**told["ended"])
-            if told:
-                record, options = Path(told["record"]), {**told["options"], **options}
-            elif here.speaks:
-                print(f"nothing to resume in {where.runs_dir}: this run starts anew", flush=True)
+        told = here.share(_what_to_resume(task, where, place, here) if here.speaks else None)  # the others may not reach it
+        if "ended" in told:
+            return Result(**told["ended"])
+        options = {**told["options"], **options}
         if isinstance(task, Task):
             config = tasks.configure(task, options)
         else:
             task, config = tasks.resolve(task, options)
-        if record is not None:
-            check_options(told["options"], config)
+        check_options(told["options"], config)
         if config.tracker == "tensorboard":
             check_tensorboard()
         run = build(task, config, here)
+        record = Path(told["record"]) if told["record"] else None
         with Watch(here.rank, config.timeout_s, config.grace_s) as watch:
             if here.speaks:
                 return _speak(run, task, given, record, watch)
@@ -160,13 +149,23 @@ def _train_here(task: str | Task, options: Mapping[str, Any], place: Place) -> R
             return fit(run, (), Keeper(run, resumes=record is not None), watch)
 
 
-def _begun_before(here: World, place: Place) -> str:
-    """The record that this run's workers began before torchrun started them again, or ""; rank 0 knows.
+def _what_to_resume(task: str | Task, where: Config, place: Place, here: World) -> dict[str, Any]:
+    """The record to go on with and its options, as rank 0 finds them; or how it ended, where there is nothing to do."""
+    begun = here.recall()  # before torchrun started us again
+    if not begun and not where.resume:
+        return {"record": "", "options": {}}
+    record = Path(begun) if begun else find_record(task, where)
+    if record is None:
+        print(f"nothing to resume in {where.runs_dir}: this run starts anew", flush=True)
+        return {"record": "", "options": {}}
+    ended = _ended(record)
+    return {"ended": vars(ended)} if ended is not None else {"record": str(record), "options": _recorded(record, place)}
 
-    torchrun's count of restarts is no sign by itself (nodes may count differently), but all there is where its store did not
-    outlive the workers (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
-    """
-    return here.recall() or ("auto" if place.restarts else "") if here.speaks else ""
+
+def _spelled(task: str | Task) -> str:
+    """How a record names its task: a file's path in one spelling."""
+    name = task.name if isinstance(task, Task) else task
+    return os.path.normpath(name) if ".py" in name else name
 
 
 def _speak(run: Run, task: Task, given: str, old: Path | None, watch: Watch) -> Result:
@@ -213,7 +212,8 @@ def _stopped(outcome: Outcome) -> Stopped:
 
 
 def _close(outcome: Outcome) -> None:
-    if outcome.record is not None:
+    refused = outcome.report is not None and outcome.report.text.startswith(REFUSED)  # the record says what it said
+    if outcome.record is not None and not refused:
         stopped = outcome.exit_code in (INTERRUPTED, STOPPED)
         why = outcome.report.text if outcome.report is not None else "stopped before a checkpoint could be written"
         close_cut_short(outcome.record, "interrupted" if stopped else "failed", why)

@@ -107,10 +107,14 @@ class Step:
         return dict(zip(self.metrics, values, strict=False)), (save > 0, stop > 0)
 
     def _forward(self, batch: Batch, item: Pass) -> dict[str, Tensor]:
-        before = None if self._looked else self._look(item)
+        if not self._looked:
+            return self._forward_first(batch, item)
+        return self._objective(self._view, batch, item)
+
+    def _objective(self, model: nn.Module, batch: Batch, item: Pass) -> dict[str, Tensor]:
         with autocast(self.config, self.world):
             try:
-                values = self.objective(self._view, batch)
+                return self.objective(model, batch)
             except ValueError as error:
                 if "more than 1 value per channel" not in str(error):
                     raise
@@ -118,32 +122,56 @@ class Step:
                     f"a pass over {len(item.samples)} sample(s) of {len(item.parts)} part(s): batch norm needs two a part;"
                     " use a larger --global-batch, fewer virtual workers, or a smaller --accumulate"
                 ) from error
-        if before is not None:
-            self._looked = True
-            self.metrics = check_values(values, len(item.samples))
-            self._compare(before, self._look(item), item)
-        return values
 
-    def _look(self, item: Pass) -> tuple[dict[str, int], bytes]:
-        """What a forward pass may change that parts share: buffers, and random numbers. Looked at in the first pass alone."""
-        parted = self.statistics.names(self.model)
-        versions = {name: buffer._version for name, buffer in self.model.named_buffers() if name not in parted}
-        cuda = self.world.device.type == "cuda"
-        random = torch.cuda.get_rng_state(self.world.device) if cuda else torch.get_rng_state()
-        return versions, random.numpy().tobytes()
-
-    def _compare(self, before: tuple[dict[str, int], bytes], after: tuple[dict[str, int], bytes], item: Pass) -> None:
-        changed = next((name for name, version in after[0].items() if before[0].get(name) != version), None)
+    def _forward_first(self, batch: Batch, item: Pass) -> dict[str, Tensor]:
+        """A pass that also looks for what would make the model depend on the number of workers, as far as one pass shows it."""
+        self._looked = True
+        # In exact mode passes do not depend on it, and a norm over the whole step has no parts to compare.
+        together = len(item.parts) > 1 and self.config.reduce == "fast" and not self.statistics.over_workers
+        alone = self._loss_alone(batch, item) if together else None
+        buffers, random = self._look()
+        values = self._objective(self._view, batch, item)
+        self.metrics = check_values(values, len(item.samples))
+        buffers_after, random_after = self._look()
+        changed = next((name for name, seen in buffers_after.items() if seen != buffers.get(name)), None)
         if changed is not None and self.config.reduce == "exact":
             raise UsageError(
                 f"--reduce exact: the forward pass changes the buffer {changed}, which is no batch norm's and would depend on"
                 " the number of workers; use --reduce fast"
             )
-        if before[1] != after[1] and len(item.parts) > 1:
+        if alone is not None and random != random_after:
             self.say(
                 f"the model draws random numbers while {len(item.parts)} parts run together: every part has its own, but which"
                 " ones depends on the number of workers; --parts-at-once 1 keys them by part"
             )
+        elif alone is not None and not _close(values["loss"].detach()[:: len(item.parts)], alone):
+            raise UsageError(
+                f"a part's loss beside {len(item.parts) - 1} other part(s) is not what it is alone: the model or the objective"
+                " looks across the samples of a batch; use --parts-at-once 1"
+            )
+        return values
+
+    def _look(self) -> tuple[dict[str, tuple[int, int]], bytes]:
+        """What a forward pass may change that parts share: buffers, and random numbers."""
+        parted = self.statistics.names(self.model)
+        buffers = {name: (id(b), b._version) for name, b in self.model.named_buffers() if name not in parted}
+        cuda = self.world.device.type == "cuda"
+        random = torch.cuda.get_rng_state(self.world.device) if cuda else torch.get_rng_state()
+        return buffers, random.numpy().tobytes()
+
+    @torch.no_grad()
+    def _loss_alone(self, batch: Batch, item: Pass) -> Tensor:
+        """The first part's loss without the others; nothing is left changed."""
+        count, part = len(item.parts), range(item.parts[0], item.parts[0] + 1)
+        kept = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        single = Pass(item.group, part, item.micro, item.last, item.samples[::count])
+        self.statistics.use(single)
+        with torch.random.fork_rng([self.world.device] if self.world.device.type == "cuda" else []):
+            values = self._objective(self.model, _every(batch, count, len(item.samples)), single)
+        self.statistics.use(item)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(kept[name])
+        return values["loss"]
 
 
 class Meter:
@@ -268,6 +296,23 @@ def _wrap(model: nn.Module, world: World) -> Any:
     name = "forward_sync_buffers" if "forward_sync_buffers" in flags else "broadcast_buffers"  # torch 2.13 renamed it
     keep: dict[str, Any] = {name: False}
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **keep)
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Equal up to the rounding of other kernels for other batches, bf16 included."""
+    near = 0.05 * float(one.float().abs().mean())
+    return torch.allclose(one.float(), other.float(), rtol=0.05, atol=near, equal_nan=True)
+
+
+def _every(batch: Any, step: int, samples: int) -> Any:
+    """Every so many samples of a batch, whatever it is made of."""
+    if isinstance(batch, Tensor):
+        return batch[::step] if batch.dim() and len(batch) == samples else batch
+    if isinstance(batch, tuple | list):
+        return type(batch)(_every(item, step, samples) for item in batch)
+    if isinstance(batch, dict):
+        return {name: _every(item, step, samples) for name, item in batch.items()}
+    return batch
 
 
 def check_values(values: dict[str, Tensor], size: int) -> tuple[str, ...]:

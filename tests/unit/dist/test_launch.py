@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,9 @@ def test_a_worker_that_keeps_failing_is_left_out(attempts, capsys):
     assert [workers for _, workers in started] == [3, 3, 2, 2], (
         "the new worker 1 is not the old one; it ends where too few are left"
     )
-    assert outcome == failed(rank=1)
+    first = failed(rank=1)
+    text = f"{first.report.text}\nnot restarted: 1 device left, fewer than --min-workers 2"
+    assert outcome == replace(first, report=replace(first.report, text=text))
     assert started[-1][0] == ["train", "--workers=2", "--virtual-workers=3"]
     assert capsys.readouterr().err.splitlines()[1].endswith("; restart 2 of 9 on 2 workers: worker 1's device counts as gone")
 
@@ -190,7 +193,11 @@ def test_fewer_workers_have_more_threads_each(worker, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(restarts, "_gpus", lambda crew: ())
     monkeypatch.setattr(module, "threads_per_worker", lambda workers: 8 // workers)
-    worker("rank == 1 and sys.exit(7)\nos.environ['WORLD_SIZE'] == '2' and time.sleep(100)")
+    worker(
+        "if rank == 1:\n    wait_for(here / '0.log')\n"
+        "    while len((here / '0.log').read_text().splitlines()) < attempt:\n        time.sleep(0.01)\n    sys.exit(7)\n"
+        "os.environ['WORLD_SIZE'] == '2' and time.sleep(100)"
+    )
     assert launch(["train"], Config(workers=2, max_restarts=2, min_workers=1)).exit_code == 0
     assert [line[0] for line in log(tmp_path, 0)] == ["4", "4", "8"]
     assert log(tmp_path, 0)[-1][-2:] == ["--workers=1", "--virtual-workers=2"]
@@ -220,6 +227,35 @@ def test_workers_that_are_asked_to_stop_end_by_themselves(number, code, why, wor
         assert launch(["train"], Config(workers=2, max_restarts=3, grace_s=100)) == Outcome(code, None, tmp_path / "record")
     assert (tmp_path / "checkpoint").read_text() == why
     assert len(log(tmp_path, 0)) == 1
+
+
+def test_a_run_that_is_done_before_it_could_stop_is_done(worker, tmp_path):
+    """As in the last validation: nobody looks for a wish to stop any more."""
+    worker("begin()\nrank or ask(signal.SIGTERM)\nwait_for(reports / 'stop')")
+    with soon():
+        assert launch(["train"], Config(workers=2, grace_s=100)) == Outcome(0, None, tmp_path / "record")
+
+
+WAITED = """
+if rank == 0:
+    {begin}
+    (here / "ready").touch()
+    time.sleep(100)
+wait_for(here / "ready")
+report_failure(1, RuntimeError("Timed out waiting 11000ms for recv operation to complete"))
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("begin", "what"), [("", "if it was still loading data, raise --timeout-s"), ("begin()", "worker 0 hung")]
+)
+def test_a_worker_that_did_not_come_may_still_load(begin, what, worker, tmp_path):
+    worker(WAITED.format(begin=begin))
+    with soon():
+        report = launch(["train"], Config(workers=2)).report
+    assert report.rank == 0
+    assert what in report.text
 
 
 def test_a_stop_waits_no_longer_than_its_grace(worker, tmp_path):

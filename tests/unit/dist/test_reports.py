@@ -138,6 +138,20 @@ def test_the_record_is_known_to_the_launcher(reports):
     assert read_reports(reports) == []
 
 
+def test_a_worker_killed_as_it_says_where_the_record_is(reports, monkeypatch):
+    """Half a name, or none, is no record: the next attempt would resume the folder it is in."""
+
+    def killed(path, target):
+        raise InterruptedError
+
+    monkeypatch.setattr("pathlib.Path.replace", killed)
+    with pytest.raises(InterruptedError):
+        report_record(reports / "runs" / "x")
+    assert read_record(reports) is None
+    (reports / "record").touch()
+    assert read_record(reports) is None
+
+
 def test_reports_are_json(reports):
     report_failure(0, UsageError("one\ntwo"))
     assert json.loads((reports / "0.json").read_text())["text"] == "one\ntwo"
@@ -197,6 +211,14 @@ def test_the_worker_that_the_others_waited_for_hung(code):
     found = first_failure([waited(0, 1.0), report(2, 1.1, lost=True)], {0: 1, 1: code, 2: 1})
     assert (found.rank, found.exit_code) == (1, 1)
     assert found.text.startswith("worker 1 hung: the others waited for it")
+
+
+def test_before_the_run_has_begun_it_may_only_be_slow():
+    found = first_failure([waited(1, 1.0)], {0: -signal.SIGTERM, 1: 1}, begun=False)
+    assert found.text == (
+        "worker 0 was not ready for the first step: the others waited for it; if it was still loading data, raise --timeout-s"
+    )
+    assert first_failure([waited(1, 1.0)], {0: -signal.SIGSEGV, 1: 1}, begun=False).text == "worker 0 was killed by SIGSEGV"
 
 
 def test_a_worker_that_says_where_it_hangs_comes_first():

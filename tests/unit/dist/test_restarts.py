@@ -71,6 +71,12 @@ def test_the_gpu_of_a_worker_that_is_gone_is_taken_out(monkeypatch):
     assert crew == Crew(2, ("3", "7"))
 
 
+def test_a_spare_gpu_takes_the_place_of_one_that_is_gone(monkeypatch):
+    monkeypatch.setattr(restarts, "_gpus", lambda crew: tuple((str(i), True) for i in range(4)))
+    crew, why = next_crew(Crew(2), Failure(1, 0), Failure(1, 0), CONFIG)
+    assert (crew, why) == (Crew(2, ("0", "2", "3")), ": worker 1's device counts as gone")
+
+
 def test_workers_that_share_a_gpu_are_not_counted_by_it(monkeypatch):
     monkeypatch.setattr(restarts, "_gpus", lambda crew: (("0", True),))
     assert next_crew(Crew(2), None, Failure(1, 0), Config(workers=2, min_workers=1, backend="gloo")) == (Crew(2), "")

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from paceline.dist import reports
 from paceline.dist.reports import ask_to_stop, read_reports
 from paceline.dist.watch import PHASES, Watch
 
@@ -16,13 +17,14 @@ BEGIN = """
 import os, signal, sys, time
 from paceline.dist import watch
 from paceline.dist.watch import Watch
-watch._UNWIND_S = watch._WAIT_LONGER_S = 1.0
+watch._UNWIND_S = watch._WAIT_LONGER_S = watch._STUCK_S = 1.0
 
 def stuck():
     print("stuck", flush=True)
     time.sleep(100)
 
 """
+OURS = "watch.claim_process()\n"
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 
 
@@ -64,6 +66,39 @@ def test_without_a_launcher_it_says_so_itself(start):
     assert "in stuck" in err
 
 
+HANGS = """
+with Watch(0, 0.5, 20) as watch:
+    watch.mark(3, 'data')
+    try:
+        stuck()
+    except Exception as error:
+        time.sleep(1.5)  # longer than the timeout: it is said once
+        print(type(error).__name__, error)
+"""
+
+
+def test_a_callers_own_program_outlives_a_hang(start):
+    process = start(HANGS)
+    out, err = process.communicate(timeout=60)
+    assert out == "stuck\nPacelineError worker 0 hung: no progress for 0.5 s at step 3, in data\n"
+    assert (process.returncode, err.count("hung")) == (0, 1)
+
+
+def test_our_own_command_line_ends_with_a_hang(start):
+    process = start(OURS + HANGS)
+    assert process.communicate(timeout=60)[0] == "stuck\n"
+    assert process.returncode == 1
+
+
+def test_the_command_line_says_that_it_is_ours(start):
+    process = start(
+        "from paceline.cli import main\nprint(watch._ours)\n"
+        "try:\n    main(['--version'])\nexcept SystemExit:\n    print(watch._ours)"
+    )
+    out, _ = process.communicate(timeout=60)
+    assert (out.splitlines()[0], out.splitlines()[-1]) == ("False", "True")
+
+
 def test_a_worker_that_may_wait_for_another_speaks_after_it(start, tmp_path):
     where = {"PACELINE_REPORTS": str(tmp_path)}
     waiting = start("with Watch(1, 0.5, 20) as watch:\n    watch.mark(57, 'reduce'); stuck()", TWO | where)
@@ -82,6 +117,27 @@ def test_a_worker_that_may_wait_for_another_speaks_after_it(start, tmp_path):
 def test_alone_there_is_nobody_to_wait_for(start):
     process = start("with Watch(0, 0.5, 20) as watch:\n    watch.mark(57, 'backward'); stuck()")
     assert "worker 0 hung: no progress for 0.5 s at step 57, in backward" in process.communicate(timeout=60)[1]
+
+
+def test_loading_takes_as_long_as_it_takes(start):
+    process = start("with Watch(0, 0.3, 20) as watch:\n    watch.mark(0, 'loading'); time.sleep(1.5)", TWO | {"RANK": "0"})
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(signal.SIGTERM, "Stopped stopped by SIGTERM before the first step"), (signal.SIGINT, "KeyboardInterrupt ")],
+)
+def test_loading_ends_with_the_first_signal(number, said, start):
+    process = start(
+        "try:\n    with Watch(0, 60, 60) as watch:\n        watch.mark(0, 'loading'); stuck()\n"
+        "except BaseException as error:\n    print(type(error).__name__, error)"
+    )
+    assert process.stdout.readline() == "stuck\n"
+    process.send_signal(number)
+    assert process.communicate(timeout=60) == (f"{said}\n", "")
+    assert process.returncode == 0
 
 
 def test_progress_and_what_comes_before_the_first_mark_are_no_hang(start):
@@ -121,12 +177,103 @@ def test_the_second_ctrl_c_interrupts(start):
 @pytest.mark.parametrize("where", ["stuck()", "while True: watch.mark(1, 'data')"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_after_the_grace_it_ends(number, code, where, start):
-    process = start(f"with Watch(0, 60, 0.5) as watch:\n    print('ready', flush=True)\n    {where}")
+    process = start(f"with Watch(1, 60, 0.5) as watch:\n    print('ready', flush=True)\n    {where}", TWO)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code
-    assert err.startswith("paceline: worker 0 did not end within 0.5 s of")
+    assert err.startswith("paceline: worker 1 did not end within 0.5 s of")
+
+
+LATE = """
+try:
+    with Watch(0, 60, 0.5) as watch:
+        print('ready', flush=True)
+        {where}
+except BaseException as error:
+    print(type(error).__name__, flush=True)
+    time.sleep(3)  # longer than an exception has to unwind in
+    print('closed')
+"""
+
+
+@pytest.mark.parametrize("where", ["stuck()", "while True: watch.mark(1, 'data')"])
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "Stopped"), (signal.SIGINT, "KeyboardInterrupt")])
+def test_after_the_grace_a_callers_own_program_is_only_interrupted(number, name, where, start):
+    process = start(LATE.format(where=where))
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert out.removeprefix("stuck\n") == f"{name}\nclosed\n"
+    assert (process.returncode, err.count("\n")) == (0, 1)
+    assert err.endswith(": it is interrupted\n")
+
+
+UNWINDS = """
+with Watch(0, 60, 0.5) as watch:
+    try:
+        stuck()
+    except BaseException as error:
+        print(type(error).__name__, flush=True)
+        {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "name"), [(signal.SIGTERM, 143, "Stopped"), (signal.SIGINT, 130, "KeyboardInterrupt")]
+)
+def test_after_the_grace_our_own_command_line_unwinds_before_it_ends(number, code, name, start):
+    process = start(OURS + UNWINDS.format(then="time.sleep(100)"))
+    assert process.stdout.readline() == "stuck\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (code, f"{name}\n")
+    assert err.splitlines()[1].endswith(": it ends now")
+
+
+def test_a_callers_own_program_is_not_ended_while_it_unwinds(start):
+    process = start(UNWINDS.format(then="time.sleep(3); print('closed')"))
+    assert process.stdout.readline() == "stuck\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[0] == "KeyboardInterrupt\nclosed\n"
+    assert process.returncode == 0
+
+
+WAITS = """
+with Watch(1, 60, 60) as watch:
+    for step in range({steps}):
+        watch.mark(step, 'reduce'); time.sleep({each})
+    watch.mark({steps}, '{phase}')
+    print('ready', flush=True)
+    while not watch.stop:
+        time.sleep(0.01)
+    time.sleep({then})
+    print('done')
+"""
+
+
+@pytest.mark.parametrize("phase", ["reduce", "backward"])
+def test_asked_to_stop_it_does_not_wait_for_one_that_is_gone(phase, start):
+    """torchrun ends the others when one fails, and a collective with that one would take up the whole grace."""
+    process = start(WAITS.format(steps=0, each=0, phase=phase, then=100), TWO)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (143, "")
+    assert err == f"paceline: worker 1 was asked to stop and is stuck at step 0, in {phase}: it ends now\n"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{"steps": 0, "each": 0, "phase": "forward"}, {"steps": 1, "each": 3, "phase": "reduce"}],
+    ids=["it is busy itself", "its steps take so long"],
+)
+def test_asked_to_stop_a_slow_step_is_finished(case, start):
+    process = start(WAITS.format(**case, then=3), TWO)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60) == ("done\n", "")
+    assert process.returncode == 0
 
 
 DEADLOCK = """
@@ -143,7 +290,7 @@ with Watch(0, 60, {grace}) as watch:
 @pytest.mark.parametrize(("grace", "signals"), [(0.5, 1), (100, 2)])
 def test_the_grace_holds_where_the_main_thread_cannot_listen(grace, signals, start):
     """Stuck outside Python, as in a collective, no handler of Python's ever runs. A second Ctrl-C ends it before its grace."""
-    process = start(DEADLOCK.format(grace=grace))
+    process = start(OURS + DEADLOCK.format(grace=grace))
     assert process.stdout.readline() == "stuck\n"
     for _ in range(signals):
         process.send_signal(signal.SIGINT)
@@ -225,6 +372,17 @@ def test_off_the_main_thread_there_are_no_handlers(monkeypatch):
     thread.start()
     thread.join()
     assert seen == [*handlers, ""]
+
+
+def test_the_loop_asks_no_file(tmp_path, monkeypatch):
+    """A `stat` a step would be 5 microseconds on the thread that trains."""
+    monkeypatch.setenv("PACELINE_REPORTS", str(tmp_path))
+    readers = []
+    monkeypatch.setattr(reports, "read_stop", lambda where: readers.append(threading.current_thread().name) or "SIGTERM")
+    with Watch(0, 60, 60) as watch:
+        while not watch.stop:
+            time.sleep(0.01)
+    assert readers == ["paceline-watch"]
 
 
 def test_a_mark_costs_next_to_nothing():
