@@ -27,7 +27,8 @@ from torch import Tensor
 from paceline.errors import UsageError
 
 _DIGITS = 3
-_BUCKET = 1 << 19  # values summed and sent at a time: 4 MiB of int64
+_BUCKET = 1 << 19  # values summed and sent at a time: 4 MiB of int64, so that one is on its way while the next is packed
+_GPU_BUCKET = 1 << 23  # ... on a GPU, where every bucket costs kernel launches
 _CACHED = 1 << 16  # values a CPU works on at a time: a few arrays of 256 KiB stay in its cache, in memory it has already
 _LOWEST = -96  # values below 2^-96 share the digits of 2^-96: a float32 scale factor can reach no lower
 MOST_PARTS = 1 << 16
@@ -63,9 +64,8 @@ class ExactReducer:
         self._flat_dtype = torch.float64 if torch.float64 in self._dtypes else torch.float32
         self._zero = torch.zeros(1, dtype=self._flat_dtype, device=self._device)
         self._width = (62 - (parts - 1).bit_length()) // _DIGITS
-        self._buckets = [
-            _Bucket(where, self._shapes[where], self._flat_dtype, self._device) for where in _cut([t.numel() for t in tensors])
-        ]
+        cuts = _cut([t.numel() for t in tensors], _BUCKET if self._device.type == "cpu" else _GPU_BUCKET)
+        self._buckets = [_Bucket(where, self._shapes[where], self._flat_dtype, self._device) for where in cuts]
         self._all_reduce = all_reduce or _all_reduce
         self._tops = self._bad = self._zero
         self._added = 0
@@ -246,11 +246,11 @@ def _power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
     return (exponents + 127 << 23).view(dtype)
 
 
-def _cut(sizes: Sequence[int]) -> list[slice]:
-    """Consecutive tensors in buckets of at most `_BUCKET` values, or of one tensor."""
+def _cut(sizes: Sequence[int], most: int) -> list[slice]:
+    """Consecutive tensors in buckets of at most so many values, or of one tensor."""
     bounds, start, total = [], 0, 0
     for i, size in enumerate(sizes):
-        if i > start and total + size > _BUCKET:
+        if i > start and total + size > most:
             bounds.append(slice(start, i))
             start, total = i, 0
         total += size

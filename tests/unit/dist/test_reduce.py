@@ -302,9 +302,8 @@ def test_parameters_as_torch_hands_them_out():
     assert reducer.nbytes == 8 * 3 + 8 * 2
 
 
-def test_buckets_are_filled_to_the_limit_and_a_larger_tensor_has_its_own(monkeypatch):
-    monkeypatch.setattr(reduce, "_BUCKET", 6)
-    cut = [(where.start, where.stop) for where in reduce._cut([2, 4, 3, 3, 1, 9, 0, 6])]
+def test_buckets_are_filled_to_the_limit_and_a_larger_tensor_has_its_own():
+    cut = [(where.start, where.stop) for where in reduce._cut([2, 4, 3, 3, 1, 9, 0, 6], 6)]
     assert cut == [(0, 2), (2, 4), (4, 5), (5, 6), (6, 8)]
 
 
