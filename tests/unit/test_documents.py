@@ -33,6 +33,12 @@ def test_what_the_readme_says_of_a_gpu_is_the_committed_result() -> None:
     assert f"{found['checkpoint']['median_ms']:.1f} ms" in readme
 
 
+@pytest.fixture(autouse=True)
+def benches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benches import what they have in common from their own folder."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+
+
 def load(name: str) -> Any:
     """A bench as a module."""
     spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / "bench" / f"{name}.py")
