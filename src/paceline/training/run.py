@@ -64,10 +64,10 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
     if place.launcher != "alone":
         return _train_here(task, options, place)
     if where.resume:
-        record = find_record(task, where)
-        if record is not None and (ended := _ended(record)) is not None:
-            return ended
-        options = {**_recorded(record, place), **options, "resume": str(record or "")}
+        told = _what_to_resume(task, where, place)
+        if "ended" in told:
+            return Result(**told["ended"])
+        options = {**told["options"], **options, "resume": told["record"]}
         where = _where(options)
     workers = (where.workers or 1) * where.nodes
     check_parts(where.virtual_workers or workers, workers)
@@ -114,9 +114,9 @@ def _ended(record: Path) -> Result | None:
     return Result(**found)
 
 
-def _recorded(record: Path | None, place: Place) -> dict[str, Any]:
+def _recorded(record: Path, place: Place) -> dict[str, Any]:
     """The options of a record: what a resumed run does unless it is told otherwise."""
-    if record is None or not (record / "config.toml").exists():
+    if not (record / "config.toml").exists():
         return {}
     taken = _NOT_RESUMED if place.launcher == "alone" else (*_NOT_RESUMED, "workers")
     return {name: value for name, value in read_recipe(str(record / "config.toml")).items() if name not in taken}
@@ -127,7 +127,7 @@ def _train_here(task: str | Task, options: Mapping[str, Any], place: Place) -> R
     given = _spelled(task)
     where = _where(options)
     with world(where.backend, where.timeout_s + _AFTER_WATCH_S) as here:
-        told = here.share(_what_to_resume(task, where, place, here) if here.speaks else None)  # the others may not reach it
+        told = here.share(_what_to_resume(task, where, place, here.recall()) if here.speaks else None)
         if "ended" in told:
             return Result(**told["ended"])
         options = {**told["options"], **options}
@@ -149,9 +149,10 @@ def _train_here(task: str | Task, options: Mapping[str, Any], place: Place) -> R
             return fit(run, (), Keeper(run, resumes=record is not None), watch)
 
 
-def _what_to_resume(task: str | Task, where: Config, place: Place, here: World) -> dict[str, Any]:
-    """The record to go on with and its options, as rank 0 finds them; or how it ended, where there is nothing to do."""
-    begun = here.recall()  # before torchrun started us again
+def _what_to_resume(task: str | Task, where: Config, place: Place, begun: str = "") -> dict[str, Any]:
+    """The record to go on with and its options; or how it ended, where there is nothing to do. For rank 0: the others need not
+    reach the folder. `begun` is the record that was begun before torchrun started its workers again.
+    """
     if not begun and not where.resume:
         return {"record": "", "options": {}}
     record = Path(begun) if begun else find_record(task, where)
