@@ -47,7 +47,7 @@ def test_torchrun_starts_a_killed_worker_again_and_is_stopped(runs: Path, uninte
     (runs / "x").mkdir(parents=True)  # an older run of this name, which is over: not the one to go on with
     (runs / "x" / "metrics.jsonl").touch()
     (runs / "x" / "result.json").write_text('{"status": "done", "metrics": {}, "model_sha256": "older"}')
-    env = variables([fail_at(1, 8, "kill"), fail_at(0, 14, "stop launcher")], slow_s=0.05)  # 0.6 s more after step 14
+    env = variables([fail_at(1, 8, "kill"), fail_at(0, 14, "stop launcher")])
     train = ["train", TASK, *FLAGS]
     job = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "paceline", *train, "--name", "x"]
     done = run(job, env=env, timeout_s=90)

@@ -29,6 +29,7 @@ from paceline.training.step import Step
 TASK = "harness.faults:task"
 SAMPLES, PARTS, EPOCHS, GLOBAL_BATCH = 97, 4, 3, 16
 FLAGS = ("--virtual-workers", str(PARTS), "--global-batch", str(GLOBAL_BATCH), "--reduce", "exact", "--epochs", str(EPOCHS))
+_steps: list[Step] = []  # the last is the one under way
 _FAULTS, _SEEN, _SLOW = "TEST_FAULTS", "TEST_SEEN", "TEST_SLOW_S"
 
 
@@ -121,16 +122,26 @@ def _out_of_memory() -> None:
 def _stop() -> None:
     """What Slurm does to a job it preempts; to the launcher, where there is one."""
     os.kill(os.getppid() if "PACELINE_REPORTS" in os.environ else os.getpid(), signal.SIGTERM)
+    _wait_until_told()
 
 
 def _stop_launcher() -> None:
     """SIGTERM to torchrun or mpirun, as from whoever runs them."""
     os.kill(os.getppid(), signal.SIGTERM)
+    _wait_until_told()
 
 
 def _requeue() -> None:
     """What Slurm does to the job it preempts: SIGTERM, SIGKILL after its KillWait, and the same job once more."""
     subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
+    _wait_until_told()
+
+
+def _wait_until_told() -> None:
+    """Until the wish to stop has come back to this worker: launchers take their time, and the steps left may be over before."""
+    watch = _steps[-1].mark.__self__  # type: ignore[attr-defined]
+    while not watch.stop:
+        time.sleep(0.01)
 
 
 def _fill_disk() -> None:
@@ -212,11 +223,10 @@ def task() -> Task:
 
 def _watch(objective: Any) -> Any:
     """Write down who is seen, and fail where it is time."""
-    now = {"step": -1, "rank": 0}
     call = Step.__call__
 
     def watched_call(self: Step, step: int, *args: Any) -> Tensor:
-        now.update(step=step, rank=self.world.rank)
+        _steps.append(self)
         return call(self, step, *args)
 
     Step.__call__ = watched_call  # type: ignore[method-assign]
@@ -227,11 +237,11 @@ def _watch(objective: Any) -> Any:
 
     def watched(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
         if model.training:
-            row = {"attempt": attempt, "when": time.time(), "step": now["step"], "samples": batch[2].tolist()}
+            row = {"attempt": attempt, "when": time.time(), "step": _steps[-1].now, "samples": batch[2].tolist()}
             os.write(seen, (json.dumps(row) + "\n").encode())
             time.sleep(slow_s)
             for number, fault in enumerate(faults):
-                if (fault.rank, fault.step) == (now["rank"], now["step"]) and _strikes(number, fault):
+                if (fault.rank, fault.step) == (_steps[-1].world.rank, _steps[-1].now) and _strikes(number, fault):
                     KINDS[fault.kind]()
         values: dict[str, Tensor] = objective(model, batch[:2])
         return values

@@ -874,3 +874,27 @@ print("done")
         tmp_path,
     )
     assert lines == ["done"]  # and nothing was told
+
+
+def test_a_file_has_its_name_only_once_it_is_whole_and_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rename is the one step that makes a checkpoint: cut off just before it, there is none."""
+    synced: list[bool] = []
+    fsync = os.fsync
+
+    def watched(file: int) -> None:
+        synced.append((tmp_path / "step-000000001.safetensors").exists())
+        fsync(file)
+
+    def cut_off(*_: object) -> None:
+        raise OSError(errno.EIO, "the power is gone")
+
+    monkeypatch.setattr(os, "fsync", watched)
+    monkeypatch.setattr(os, "replace", cut_off)
+    told: list[str] = []
+    writer = Writer(tmp_path, 2, told.append)
+    writer.save(1, {"x": torch.ones(3)}, {})
+    assert not writer.wait()
+    writer.close()
+    assert synced == [False], "named before it was synced, or not synced at all"
+    assert list(tmp_path.iterdir()) == []
+    assert load_latest(tmp_path, told.append) is None

@@ -56,3 +56,17 @@ def test_a_task_that_exits_is_no_success(runs: Path) -> None:
 def test_a_task_object_trains_here_only() -> None:
     with pytest.raises(UsageError, match="2 worker\\(s\\) cannot be started for a Task object"):
         train(blobs(), workers=2)
+
+
+def test_what_resume_finds_is_said(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("task.py").write_text(TASK)
+    first = train("task.py", epochs=1, resume="auto", name="x")
+    assert "nothing to resume in runs: this run starts anew" in capsys.readouterr().out
+    again = train("./task.py", resume="auto", name="x")
+    assert "runs/x is already done" in capsys.readouterr().out
+    assert again == first
+    with pytest.raises(UsageError, match="--resume y: there is no record of that name"):
+        train("task.py", resume="y")
+    (runs / "x" / "result.json").write_text('{"status": "diverged"}')
+    with pytest.raises(UsageError, match="diverged, and would do so again"):
+        train("task.py", resume="x")
