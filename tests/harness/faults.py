@@ -138,7 +138,7 @@ def _requeue() -> None:
 
 
 def _wait_until_told() -> None:
-    """Until the wish to stop has come back to this worker: launchers take their time, and the steps left may be over before."""
+    """Until a wish to stop has come to this worker: launchers take their time, and the steps left may be over before."""
     watch = _steps[-1].mark.__self__  # type: ignore[attr-defined]
     while not watch.stop:
         time.sleep(0.01)
@@ -192,6 +192,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "hang in C": _hang_in_c,
     "out of memory": _out_of_memory,
     "stop": _stop,
+    "wait": _wait_until_told,
     "stop launcher": _stop_launcher,
     "requeue": _requeue,
     "disk full": _fill_disk,

@@ -202,7 +202,7 @@ def test_adamw_and_dropout_on_four_numbers_of_workers(tmp_path: Path) -> None:
 
 def test_ctrl_c_and_a_second_run_of_the_same_record(runs: Path) -> None:
     """Ctrl-C writes a checkpoint; while a run is on, no other may go on with its record."""
-    env = {**os.environ, **variables(slow_s=0.5)}
+    env = {**os.environ, **variables([fail_at(0, 4, "wait")])}
     command = [sys.executable, "-m", "paceline", "train", TASK, *FLAGS, "--name", "x"]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 60
