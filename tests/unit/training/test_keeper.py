@@ -5,6 +5,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from harness.training import Watcher, blobs
 from paceline.checkpoint import load_latest
 from paceline.config import Config, make_config
 from paceline.dist.world import world
-from paceline.errors import UsageError
+from paceline.errors import Stopped, UsageError
 from paceline.training.build import Run, build
 from paceline.training.keeper import Keeper, check_options
 from paceline.training.loop import fit
@@ -25,9 +26,9 @@ from paceline.training.task import classify
 
 
 def one_run(
-    folder: Path | None, resumes: bool = False, fail_at: int | None = None, **options: Any
+    folder: Path | None, resumes: bool = False, fail_at: int | None = None, watch: Any = None, **options: Any
 ) -> tuple[Run, Watcher, Result]:
-    """Train blobs, perhaps up to a step in which the objective raises."""
+    """Train blobs, perhaps up to a step in which the objective raises, or as long as the watch lets it."""
     passes = 0
     task = blobs(norm=True)
 
@@ -42,7 +43,7 @@ def one_run(
     watcher = Watcher()
     with world() as here:
         run = build(replace(task, objective=objective), make_config(task.defaults, options), here)
-        result = fit(run, [watcher], Keeper(run, folder, watcher.say, resumes))
+        result = fit(run, [watcher], Keeper(run, folder, watcher.say, resumes), watch)
     return run, watcher, result
 
 
@@ -160,6 +161,22 @@ def test_a_folder_that_cannot_be_written_costs_no_run(tmp_path: Path) -> None:
     _, watcher, result = one_run(tmp_path / "file")
     assert result.status == "done"
     assert any("no checkpoint at step 3: cannot write checkpoints in" in note for note in watcher.notes)
+
+
+@pytest.mark.parametrize(
+    ("folder", "every", "said"),
+    [
+        ("x", "3", "a checkpoint is written, and the same command with --resume goes on"),
+        ("file", "3", "no checkpoint is written"),
+        ("x", "0", "no checkpoint is written"),
+    ],
+)
+def test_a_stopped_run_says_whether_there_is_a_checkpoint(tmp_path: Path, folder: str, every: str, said: str) -> None:
+    (tmp_path / "file").write_text("no folder")
+    watch = SimpleNamespace(stop="SIGTERM", mark=lambda step, phase: None)
+    with pytest.raises(Stopped, match=f"^stopped by SIGTERM after step 1; {said}$"):
+        one_run(tmp_path / folder, watch=watch, checkpoint_every=every)
+    assert (tmp_path / "x" / "step-000000001.safetensors").exists() == said.startswith("a ")
 
 
 def test_options_that_may_change_and_that_may_not() -> None:
