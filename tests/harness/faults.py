@@ -139,8 +139,9 @@ def _requeue() -> None:
 
 def _wait_until_told() -> None:
     """Until a wish to stop has come to this worker: launchers take their time, and the steps left may be over before."""
-    watch = _steps[-1].mark.__self__  # type: ignore[attr-defined]
+    watch, end = _steps[-1].mark.__self__, time.monotonic() + 60  # type: ignore[attr-defined]
     while not watch.stop:
+        assert time.monotonic() < end, "nobody asks this worker to stop"
         time.sleep(0.01)
 
 
