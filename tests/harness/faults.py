@@ -29,7 +29,7 @@ from paceline.training.step import Step
 TASK = "harness.faults:task"
 SAMPLES, PARTS, EPOCHS, GLOBAL_BATCH = 97, 4, 3, 16
 FLAGS = ("--virtual-workers", str(PARTS), "--global-batch", str(GLOBAL_BATCH), "--reduce", "exact", "--epochs", str(EPOCHS))
-_steps: list[Step] = []  # the last is the one under way
+_steps: list[Step] = []  # the one of this worker, once it trains
 _FAULTS, _SEEN, _SLOW = "TEST_FAULTS", "TEST_SEEN", "TEST_SLOW_S"
 
 
@@ -139,7 +139,7 @@ def _requeue() -> None:
 
 def _wait_until_told() -> None:
     """Until a wish to stop has come to this worker: launchers take their time, and the steps left may be over before."""
-    watch, end = _steps[-1].mark.__self__, time.monotonic() + 60  # type: ignore[attr-defined]
+    watch, end = _steps[0].mark.__self__, time.monotonic() + 60  # type: ignore[attr-defined]
     while not watch.stop:
         assert time.monotonic() < end, "nobody asks this worker to stop"
         time.sleep(0.01)
@@ -229,7 +229,7 @@ def _watch(objective: Any) -> Any:
     call = Step.__call__
 
     def watched_call(self: Step, step: int, *args: Any) -> Tensor:
-        _steps.append(self)
+        _steps[:] = [self]
         return call(self, step, *args)
 
     Step.__call__ = watched_call  # type: ignore[method-assign]
@@ -240,11 +240,11 @@ def _watch(objective: Any) -> Any:
 
     def watched(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
         if model.training:
-            row = {"attempt": attempt, "when": time.time(), "step": _steps[-1].now, "samples": batch[2].tolist()}
+            row = {"attempt": attempt, "when": time.time(), "step": _steps[0].now, "samples": batch[2].tolist()}
             os.write(seen, (json.dumps(row) + "\n").encode())
             time.sleep(slow_s)
             for number, fault in enumerate(faults):
-                if (fault.rank, fault.step) == (_steps[-1].world.rank, _steps[-1].now) and _strikes(number, fault):
+                if (fault.rank, fault.step) == (_steps[0].world.rank, _steps[0].now) and _strikes(number, fault):
                     KINDS[fault.kind]()
         values: dict[str, Tensor] = objective(model, batch[:2])
         return values
