@@ -94,7 +94,7 @@ def measure(world: World, model: str, rounds: int) -> dict[str, Any]:
                 print(f"{model}, {number}/{rounds}: " + ", ".join(f"{kind} {row[kind]:,.0f}" for kind in KINDS), flush=True)
     parameters = list(models.build(model, **IMAGES).parameters())
     values = sum(parameter.numel() for parameter in parameters)
-    return {"parameters": values, "bytes_ratio": ExactReducer(parameters, WORKERS).nbytes / (4 * values), "rows": rows}
+    return {"parameters": values, "bytes_ratio": ExactReducer(parameters, WORKERS).nbytes / (8 * values), "rows": rows}
 
 
 def plain_epoch(task: Task, config: Config, world: World) -> float:

@@ -6,9 +6,14 @@ trouble. Here every value is written as digits to the base 2^W at fixed position
 highest positions that any part of any worker needs are kept and what lies below is cut off. Digits are summed over parts as
 int32 and over workers as one int64 made of all three.
 
+Every worker sums a share of the values, of which all others send it theirs, and sends everybody the sums as float32:
+8 + 4 bytes a value, where an all-reduce of float32 takes 4 + 4. With one part a worker even its values are sent as they are, and
+only taken apart where they are summed: 4 + 4.
+
 What is cut off each value is less than 2^-2W of the largest of its tensor: with W = 18, for up to 256 parts, 37 bits of the
-largest value are kept, where a float32 has 24 (and a float64 53: it loses some). Tensors whose largest value is under 2^-96
-keep fewer; what is under 2^-133 may count as zero. The sum is rounded to float64 and from there to the tensor's dtype.
+largest value are kept, where a float32 has 24 (and a float64 53: it loses some). Float32 tensors whose largest value is under
+2^-57 may keep fewer; what is under 2^-112 may count as zero. The sum is rounded to float32 (to float64, where a tensor is of
+that dtype) and from there to its tensor's dtype.
 
 Overflow is impossible: W is chosen so that `parts` times the largest three-digit number stays below 2^62. A sum beyond the
 dtype's range is an infinity. A tensor in which any part has a NaN or an infinity comes out as NaN everywhere.
@@ -17,7 +22,7 @@ dtype's range is an infinity. A tensor in which any part has a NaN or an infinit
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +32,10 @@ from torch import Tensor
 from paceline.errors import UsageError
 
 _DIGITS = 3
-_BUCKET = 1 << 19  # values summed and sent at a time: 4 MiB of int64, so that one is on its way while the next is packed
-_GPU_BUCKET = 1 << 23  # ... on a GPU, where every bucket costs kernel launches
-_CACHED = 1 << 16  # values a CPU works on at a time: a few arrays of 256 KiB stay in its cache, in memory it has already
-_LOWEST = -96  # values below 2^-96 share the digits of 2^-96: a float32 scale factor can reach no lower
+_CHUNK = 1 << 20  # values summed and sent at a time: 4 or 8 MiB, so that one is on its way while the next is summed
+_GPU_CHUNK = 1 << 23  # ... on a GPU, where every chunk costs kernel launches
+_CACHED = 1 << 16  # values a CPU works on at a time: a few arrays of up to 512 KiB stay in its cache, in memory it has already
 MOST_PARTS = 1 << 16
-
-AllReduce = Callable[..., Any]
 
 
 class ExactReducer:
@@ -50,36 +52,58 @@ class ExactReducer:
     Bits also depend on how a part's own gradient is computed: the same device kind, the same number of threads.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], parts: int, all_reduce: AllReduce | None = None) -> None:
-        tensors = list(tensors)
+    def __init__(self, tensors: Iterable[Tensor], parts: int, workers: "Workers | None" = None) -> None:
+        tensors, self._workers = list(tensors), workers or Workers()
         if not 1 <= parts <= MOST_PARTS:
             raise UsageError(f"{parts} parts: the exact sum is for 1 to {MOST_PARTS:,}")
+        if parts < self._workers.size:
+            raise UsageError(f"{parts} part(s) for {self._workers.size} workers: the exact sum needs one each at least")
         odd = next((tensor.dtype for tensor in tensors if not tensor.is_floating_point()), None)
         if odd is not None:
             raise UsageError(f"--reduce exact does not sum gradients of {odd}: use float parameters, or --reduce fast")
-        self._parts = parts
+        self._most = parts - self._workers.size + 1  # this worker can have: the others have one each at least
         self._shapes = [tensor.shape for tensor in tensors]
         self._dtypes = [tensor.dtype for tensor in tensors]
         self._device = tensors[0].device
-        self._flat_dtype = torch.float64 if torch.float64 in self._dtypes else torch.float32
-        self._zero = torch.zeros(1, dtype=self._flat_dtype, device=self._device)
+        self._on_cpu = self._device.type == "cpu"
+        dtype = torch.float64 if torch.float64 in self._dtypes else torch.float32
         self._width = (62 - (parts - 1).bit_length()) // _DIGITS
-        cuts = _cut([t.numel() for t in tensors], _BUCKET if self._device.type == "cpu" else _GPU_BUCKET)
-        self._buckets = [_Bucket(where, self._shapes[where], self._flat_dtype, self._device) for where in cuts]
-        self._all_reduce = all_reduce or _all_reduce
-        self._tops = self._bad = self._zero
-        self._added = 0
-        self._clear()
+        # The top of a tensor of zeros, and of all whose scale would be no normal number, or have no inverse that is.
+        lowest = _DIGITS - (1022 if dtype == torch.float64 else 126) // self._width
+        self._zero = torch.zeros(1, dtype=dtype, device=self._device)
+        self._lay_out([tensor.numel() for tensor in tensors])
+        # Where every step begins. Nothing is ever written into them, so that a step captured as a CUDA graph begins there too.
+        self._lowest_tops = torch.full((len(tensors),), lowest, dtype=torch.int32, device=self._device)
+        self._none_bad = torch.zeros(len(tensors), dtype=torch.bool, device=self._device)
+        self._tops, self._bad, self._added = self._lowest_tops, self._none_bad, 0
+        self._scales: Tensor | None = None
+        self._scale = self._flat
+
+    def _lay_out(self, sizes: Sequence[int]) -> None:
+        """All tensors end to end. Kept from step to step: memory that is new costs a CPU more time than all the arithmetic here."""
+        size = self._workers.size
+        self._count = sum(sizes)
+        length = _round_up(self._count, size)  # the same share for every worker, with some zeros at the end
+        self._chunks = _cut(slice(0, length), _round_up(_CHUNK if self._on_cpu else _GPU_CHUNK, size))
+        self._repeats = torch.tensor([*sizes[:-1], sizes[-1] + length - self._count], device=self._device)
+        self._flat = self._zero.new_zeros(length)
+        """The first part of a step, as it is until a second comes; then each in turn. With one part a worker, none does."""
+        self._digits: Tensor | None = None
+        self._sent = self._flat if self._most == 1 else torch.empty(length, dtype=torch.int64, device=self._device)
+        self._received = self._sent if size == 1 else torch.empty_like(self._sent)
+        self._sums = torch.empty_like(self._flat)
+        self._share = self._sums if size == 1 else self._zero.new_empty(length // size)
+        self._results = torch.split(self._sums[: self._count], list(sizes))
 
     @property
     def nbytes(self) -> int:
-        """Bytes a worker hands to the all-reduce in a step: 8 a value, and 8 a tensor."""
-        return 8 * sum(bucket.count for bucket in self._buckets) + 8 * len(self._shapes)
+        """Bytes a worker scatters and gathers in a step, where an all-reduce of float32 has twice 4 a value."""
+        return self._sent.nbytes + self._sums.nbytes + 16 * len(self._shapes)
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Add one part's gradients (None counts as zeros). They are read, not kept."""
-        if self._added == self._parts:
-            raise UsageError(f"the exact sum was made for {self._parts} parts and was given one more")
+        if self._added == self._most:
+            raise UsageError(f"the exact sum was made for {self._most} part(s) on this worker and was given one more")
         if any(grad is not None and grad.layout != torch.strided for grad in grads):
             raise UsageError("--reduce exact does not sum sparse gradients: use sparse=False in the model, or --reduce fast")
         values = [
@@ -87,147 +111,116 @@ class ExactReducer:
             for grad, shape, dtype in zip(grads, self._shapes, self._dtypes, strict=True)
         ]
         filled = [value if value.numel() else self._zero for value in values]  # nothing has no largest value
-        largest = _largest(filled, self._flat_dtype)
+        largest = _largest(filled, self._flat.dtype)
         finite = largest.isfinite()
-        exponents = torch.where(finite & (largest > 0), torch.frexp(largest).exponent, _LOWEST).clamp_(min=_LOWEST)
+        exponents = torch.where(finite & (largest > 0), torch.frexp(largest).exponent, -(1 << 20))
         tops = torch.div(exponents + self._width - 1, self._width, rounding_mode="floor").to(torch.int32)
-        self._bad |= ~finite
+        self._bad = self._bad | ~finite
         self._raise(torch.maximum(tops, self._tops))
+        if self._added == 1:
+            self._add_held(first=True)
+        torch.cat([value.to(self._flat.dtype).flatten() for value in values], out=self._flat[: self._count])
         self._added += 1
-        scales = self._scales()
-        for bucket in self._buckets:
-            bucket.add(values[bucket.where], scales[bucket.where], self._width)
+        if self._added > 1:
+            self._add_held(first=False)
 
     def finish(self) -> list[Tensor]:
         """The sums, in the tensors' shapes and dtypes, good until the next call. Every worker reaches this."""
         agreed = torch.stack([self._tops, self._bad.to(torch.int32)])
-        self._all_reduce(agreed, dist.ReduceOp.MAX).wait()
+        self._workers.max(agreed)
         self._raise(agreed[0])
-        scales = self._scales()
-        under_way = []
-        for bucket in self._buckets:  # one is on its way while the next is packed
-            total = bucket.pack(scales[bucket.where], self._width)
-            under_way.append((bucket, total, self._all_reduce(total, dist.ReduceOp.SUM)))
-        scales = scales.masked_fill(agreed[1] > 0, math.nan)
-        results: list[Tensor] = []
-        for bucket, total, work in under_way:
+        scale, scattered, gathered = self._spread_scales(), [], []
+        for chunk in self._chunks:  # one is on its way while the next is packed ...
+            self._pack(chunk, scale)
+            scattered.append(self._workers.scatter(self._sent[chunk], self._received[chunk]))
+        scale = self._spread_scales(agreed[1] > 0)
+        for chunk, work in zip(self._chunks, scattered, strict=True):  # ... or summed
             work.wait()
-            pieces = torch.split(bucket.unpack(total, scales[bucket.where], self._width), bucket.sizes)
-            shapes, dtypes = self._shapes[bucket.where], self._dtypes[bucket.where]
-            results += [piece.view(shape).to(dtype) for piece, shape, dtype in zip(pieces, shapes, dtypes, strict=True)]
-        self._clear()
-        return results
-
-    def _scales(self) -> Tensor:
-        """What each tensor is multiplied by to have its highest digit before the point."""
-        return _power_of_two(-(self._tops - 1) * self._width, self._flat_dtype)
+            gathered.append(self._workers.gather(self._sum_share(chunk, scale), self._sums[chunk]))
+        for work in gathered:
+            work.wait()
+        self.forget()
+        return [total.view(shape).to(dtype) for total, shape, dtype in zip(self._results, self._shapes, self._dtypes, strict=True)]
 
     def _raise(self, tops: Tensor) -> None:
-        """Move every tensor's digits to these tops, none lower than before."""
+        """Move every tensor's digits to these tops, none lower than before; what falls off the end is gone."""
         rises = tops - self._tops
         self._tops = tops
-        if not self._added or (self._device.type == "cpu" and not rises.any()):  # asking a GPU would mean waiting for it
+        if self._added < 2 or (self._on_cpu and not rises.any()):  # asking a GPU would mean waiting for it
             return
-        for bucket in self._buckets:
-            bucket.shift(rises[bucket.where])
-
-    def _clear(self) -> None:
-        lowest = -(-_LOWEST // self._width)  # the top of a tensor of zeros
-        self._tops = torch.full((len(self._shapes),), lowest, dtype=torch.int32, device=self._device)
-        self._bad = torch.zeros(len(self._shapes), dtype=torch.bool, device=self._device)
-        self._added = 0
-        for bucket in self._buckets:
-            bucket.clear()
-
-
-class _Bucket:
-    """The digits of some tensors, end to end."""
-
-    def __init__(self, where: slice, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
-        self.where = where
-        """Which of all tensors these are."""
-        self.sizes = [shape.numel() for shape in shapes]
-        self.count = sum(self.sizes)
-        self._dtype, self._on_cpu = dtype, device.type == "cpu"
-        at_once = _CACHED if self._on_cpu else max(1, self.count)
-        self._slices = [slice(start, start + at_once) for start in range(0, self.count, at_once)]
-        self._repeats = torch.tensor(self.sizes, device=device)
-        # Kept from step to step: memory that is new costs a CPU more time than all the arithmetic here.
-        self._packed = torch.empty(self.count, dtype=torch.int64, device=device)
-        self._sums = torch.empty(self.count, dtype=dtype, device=device)
-        self._digits: Tensor | None = None
-        self._flat = torch.empty(self.count, dtype=dtype, device=device)
-        self._parts = 0  # of this step; the first is held as it is until a second comes: with one part a worker, none does
-        self._scales: Tensor | None = None
-        self._scale = self._flat
-
-    def clear(self) -> None:
-        self._parts = 0
-
-    def add(self, values: Sequence[Tensor], scales: Tensor, width: int) -> None:
-        """Add the digits of these tensors, scaled so that the highest is before the point."""
-        if self._parts == 1:
-            self._add_held(scales, width, first=True)
-        torch.cat([value.to(self._dtype).flatten() for value in values], out=self._flat)
-        self._parts += 1
-        if self._parts > 1:
-            self._add_held(scales, width, first=False)
-
-    def shift(self, rises: Tensor) -> None:
-        """Move digits down by so many positions, a number for each tensor; what falls off the end is gone."""
-        if self._digits is None or self._parts < 2:
-            return
-        padded = torch.cat([torch.zeros_like(self._digits[:1]), self._digits])
-        places = torch.arange(1, _DIGITS + 1, device=rises.device)[:, None] - self._spread(rises.to(torch.int64))
-        torch.gather(padded, 0, places.clamp_(min=0).expand_as(self._digits), out=self._digits)
-
-    def pack(self, scales: Tensor, width: int) -> Tensor:
-        """All digits of a value as one int64."""
-        packed = self._packed
-        if self._parts == 0:
-            return packed.zero_()
-        if self._parts == 1:
-            scale = self._spread_scales(scales)
-            for here in self._slices:
-                packed[here] = (self._flat[here] * scale[here]).mul_(2.0 ** (2 * width))  # integers take the whole part
-            return packed
         assert self._digits is not None
-        high, middle, low = self._digits
-        for here in self._slices:
-            shifted = packed[here].copy_(high[here]).bitwise_left_shift_(width).add_(middle[here])
-            shifted.bitwise_left_shift_(width).add_(low[here])
-        return packed
+        spread = self._spread(rises.to(torch.int64))
+        for chunk in self._chunks:
+            digits = self._digits[:, chunk]
+            padded = torch.cat([torch.zeros_like(digits[:1]), digits])
+            places = torch.arange(1, _DIGITS + 1, device=self._device)[:, None] - spread[chunk]
+            digits.copy_(torch.gather(padded, 0, places.clamp_(min=0)))
 
-    def unpack(self, packed: Tensor, scales: Tensor, width: int) -> Tensor:
-        """The values that these digits stand for."""
-        scale = self._spread_scales(scales)
-        for here in self._slices:
-            self._sums[here] = packed[here].double().mul_(2.0 ** (-2 * width)).div_(scale[here])
-        return self._sums
-
-    def _add_held(self, scales: Tensor, width: int, first: bool) -> None:
+    def _add_held(self, first: bool) -> None:
         """Add the digits of the values held; the first time, the digits are those."""
         if self._digits is None:
-            self._digits = torch.empty(_DIGITS, self.count, dtype=torch.int32, device=self._flat.device)
-        scale = self._spread_scales(scales)
-        for here in self._slices:
-            rest = self._flat[here] * scale[here]  # powers of two: exact, as is all below
+            self._digits = torch.empty(_DIGITS, len(self._flat), dtype=torch.int32, device=self._device)
+        scale = self._spread_scales()
+        for here in self._pieces(slice(0, len(self._flat))):
+            rest = (self._flat[here] * scale[here]).mul_(4.0**-self._width)  # powers of two: exact, as is all below
             for digits in self._digits:
                 whole = rest.trunc()
                 digits[here] = whole if first else digits[here] + whole.to(torch.int32)
-                rest.sub_(whole).mul_(2.0**width)
+                rest.sub_(whole).mul_(2.0**self._width)
 
-    def _spread_scales(self, scales: Tensor) -> Tensor:
-        """As `_spread`; on a CPU, what the last call returned where the scales are the same, as they mostly are."""
-        if self._scales is None or not (self._on_cpu and torch.equal(scales, self._scales)):
+    def _pack(self, chunk: slice, scale: Tensor) -> None:
+        """Make of a chunk what others are sent: all digits of a value as one int64, or the values as they are."""
+        if self._added == 0:
+            self._sent[chunk] = 0
+        elif self._sent is self._flat:
+            return
+        elif self._added == 1:
+            for here in self._pieces(chunk):
+                self._sent[here] = _whole(self._flat[here], scale[here])
+        else:
+            assert self._digits is not None
+            high, middle, low = self._digits
+            for here in self._pieces(chunk):
+                shifted = self._sent[here].copy_(high[here]).bitwise_left_shift_(self._width).add_(middle[here])
+                shifted.bitwise_left_shift_(self._width).add_(low[here])
+
+    def _sum_share(self, chunk: slice, scale: Tensor) -> Tensor:
+        """The sums of this worker's share of a chunk."""
+        size, rank = self._workers.size, self._workers.rank
+        received = self._received[chunk].view(size, -1)
+        sums, scale = self._share[chunk.start // size : chunk.stop // size], scale[chunk].view(size, -1)[rank]
+        for here in self._pieces(slice(0, len(sums)), rows=size):
+            sent = received[:, here]
+            whole = _whole(sent, scale[here]) if sent.is_floating_point() else sent
+            sums[here] = whole.sum(0)
+            sums[here].div_(scale[here])
+        return sums
+
+    def _pieces(self, of: slice, rows: int = 1) -> list[slice]:
+        """What to work on at a time."""
+        return _cut(of, max(1, _CACHED // rows)) if self._on_cpu else [of]
+
+    def _spread_scales(self, bad: Tensor | None = None) -> Tensor:
+        """What each value is multiplied by to have all its digits before the point; NaN in bad tensors."""
+        scales = _power_of_two((_DIGITS - self._tops) * self._width, self._flat.dtype)
+        if bad is not None:
+            scales.masked_fill_(bad, math.nan)
+        if self._scales is None or not (self._on_cpu and torch.equal(scales, self._scales)):  # as they mostly are
             self._scales, self._scale = scales, self._spread(scales)
         return self._scale
 
     def _spread(self, per_tensor: Tensor) -> Tensor:
         """One value a tensor -> one a value."""
-        if len(self.sizes) == 1:
-            return per_tensor.expand(self.count)
-        return per_tensor.repeat_interleave(self._repeats, output_size=self.count)
+        return per_tensor.repeat_interleave(self._repeats, output_size=len(self._flat))
+
+    def forget(self) -> None:
+        """Begin anew, whatever was added."""
+        self._tops, self._bad, self._added = self._lowest_tops, self._none_bad, 0
+
+
+def _whole(values: Tensor, scale: Tensor) -> Tensor:
+    """All digits of a value as one int64."""
+    return (values * scale).to(torch.int64)  # which takes the whole part
 
 
 def _largest(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -246,22 +239,41 @@ def _power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
     return (exponents + 127 << 23).view(dtype)
 
 
-def _cut(sizes: Sequence[int], most: int) -> list[slice]:
-    """Consecutive tensors in buckets of at most so many values, or of one tensor."""
-    bounds, start, total = [], 0, 0
-    for i, size in enumerate(sizes):
-        if i > start and total + size > most:
-            bounds.append(slice(start, i))
-            start, total = i, 0
-        total += size
-    return [*bounds, slice(start, len(sizes))]
+def _cut(of: slice, most: int) -> list[slice]:
+    """Pieces of at most so many, one after the other."""
+    return [slice(start, min(start + most, of.stop)) for start in range(of.start, of.stop, most)]
 
 
-class _Done:
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+class Workers:
+    """Those whose parts are summed: the workers of torch's default group, or this process alone."""
+
+    def __init__(self) -> None:
+        together = dist.is_available() and dist.is_initialized()
+        self.size, self.rank = (dist.get_world_size(), dist.get_rank()) if together else (1, 0)
+
+    def max(self, tensor: Tensor) -> None:
+        """The largest of every worker's, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+
+    def scatter(self, sent: Tensor, received: Tensor) -> Any:
+        """Begin to send one piece to each worker and to receive one from each."""
+        return dist.all_to_all_single(received, sent, async_op=True) if self.size > 1 else Done()
+
+    def gather(self, share: Tensor, everything: Tensor) -> Any:
+        """Begin to send a piece to all workers and to receive everybody's."""
+        return _all_gather(everything, share, async_op=True) if self.size > 1 else Done()
+
+
+class Done:
+    """Work that is over."""
+
     def wait(self) -> None:
         pass
 
 
-def _all_reduce(tensor: Tensor, op: Any) -> Any:
-    alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-    return _Done() if alone else dist.all_reduce(tensor, op, async_op=True)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
