@@ -17,6 +17,7 @@ from paceline.dist.place import read_place
 from paceline.dist.reports import headline, is_lost_contact, report_failure
 from paceline.dist.watch import claim_process
 from paceline.errors import PacelineError, Stopped, UsageError, unknown
+from paceline.loading import pause_collector
 
 _EXAMPLES = """examples:
   paceline train fashion-mnist-mini --workers 2
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 failed, 2 the user's mistake, 3 diverged, 130 interrupted, 143 stopped."""
     claim_process()
     start_as_worker()
+    pause_collector()
     code = run(sys.argv[1:] if argv is None else argv)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -40,6 +40,7 @@ from paceline.dist.reports import (
 )
 from paceline.dist.restarts import Crew, Failure, command_again, newest_checkpoint, next_crew
 from paceline.errors import UsageError
+from paceline.loading import resume_collector
 
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 STOPPED = 143  # ... and by SIGTERM
@@ -141,6 +142,7 @@ def _attempt(command: Sequence[str], crew: Crew, config: Config, reports: Path, 
     """Start the workers once and wait for their end."""
     import torch.distributed.launcher.api  # noqa: F401  # here, and not in the thread: Ctrl-C meanwhile is noted
 
+    resume_collector()
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # its news reach the user in our words

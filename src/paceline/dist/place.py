@@ -7,11 +7,14 @@ import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.errors import UsageError
 
 REPORTS_VARIABLE = "PACELINE_REPORTS"
 """Set by Paceline's launcher for its workers: the folder where a failing worker leaves its report."""
+
+_BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,7 @@ def read_place(env: Mapping[str, str] | None = None) -> Place:
             run_key="mpirun-" + (env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")),
         )
     elif _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in env:
-        # Only srun sets the STEP variables. A batch script has SLURM_NTASKS too but is one process; it may start its own workers.
+        # Only srun sets the STEP variables. A batch script has SLURM_NTASKS too but is one process: it may start workers.
         node = _number(env, "SLURM_NODEID", 0)
         place = Place(
             rank=_number(env, "SLURM_PROCID"),
@@ -114,6 +117,49 @@ def threads_per_worker(local_size: int, env: Mapping[str, str] | None = None) ->
     if "OMPI_COMM_WORLD_RANK" in env and cores() < (os.cpu_count() or 1):
         return cores()  # mpirun bound this worker to cores of its own
     return max(1, cores() // local_size)
+
+
+def own_cores(place: Place, env: Mapping[str, str] | None = None) -> frozenset[int] | None:
+    """The cores a CPU worker should keep to: its share of those its node's workers may use together. None: leave it as it is.
+
+    That is where somebody has bound it already (srun, mpirun, taskset, a variable of OpenMP's), and where workers are more than
+    cores or were given more threads than their share has cores.
+    """
+    env = os.environ if env is None else env
+    if place.local_size == 1 or not hasattr(os, "sched_setaffinity") or any(name in env for name in _BINDING_VARIABLES):
+        return None
+    ours = os.sched_getaffinity(0)
+    if len(ours) < place.local_size or ours != _inherited(place):
+        return None
+    begin, end = (len(ours) * i // place.local_size for i in (place.local_rank, place.local_rank + 1))
+    share = frozenset(sorted(ours, key=_position)[begin:end])
+    threads = env.get("OMP_NUM_THREADS", "")
+    return share if not threads.isdigit() or int(threads) <= len(share) else None
+
+
+def _inherited(place: Place) -> set[int]:
+    """The cores of a worker that nobody has bound: those of its parent, which started the others too.
+
+    The parent of srun's and mpirun's workers is none of the user's processes: unbound, theirs is the whole machine.
+    """
+    if place.launcher in ("srun", "mpirun"):
+        return set(range(os.cpu_count() or 1))
+    try:
+        return os.sched_getaffinity(os.getppid())
+    except OSError:  # it has ended
+        return set()
+
+
+def _position(core: int) -> tuple[int, int, int]:
+    """Where a core lies: threads of one physical core, then cores of one socket, next to each other."""
+    try:
+        package, physical = (
+            int(Path(f"/sys/devices/system/cpu/cpu{core}/topology/{name}").read_text())
+            for name in ("physical_package_id", "core_id")
+        )
+    except (OSError, ValueError):
+        return 0, core, core
+    return package, physical, core
 
 
 def _count(env: Mapping[str, str], name: str, default: int) -> int:

@@ -7,8 +7,8 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from paceline.dist.meet import meet, meet_afresh
-from paceline.dist.place import Place, cores, meeting_point, read_place, threads_per_worker
+from paceline.dist.place import Place, cores, meeting_point, own_cores, read_place, threads_per_worker
 from paceline.errors import UsageError
 
 _NOTE = "note"
@@ -41,6 +41,8 @@ class World:
     launcher: str
     memory: Store | None = None
     """A corner of torchrun's store, which outlives this attempt's workers."""
+    cores: frozenset[int] | None = None
+    """Those that this node's workers may use together, where each was bound to its share; None: those of this process."""
 
     @property
     def speaks(self) -> bool:
@@ -49,6 +51,8 @@ class World:
 
     def barrier(self) -> None:
         """Wait until every worker is here."""
+        if self.size == 1:
+            return  # NCCL sets itself up in the first collective: seconds that one worker need not spend
         dist.barrier(device_ids=[self.device.index] if self.backend == "nccl" else None)
 
     def recall(self) -> str:
@@ -76,7 +80,7 @@ class World:
 
 @contextmanager
 def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
-    """Join the world this process was started in (alone is a world of one), and leave it at the end. Every worker reaches this."""
+    """Join the world this process was started in (alone is a world of one); leave it at the end. Every worker reaches this."""
     place = read_place()
     device, backend = choose_device(place, backend)
     if device.type == "cuda":
@@ -98,25 +102,66 @@ def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
             store = meet(place, timeout)
         dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size, store=store)
     try:
-        yield World(
-            rank=place.rank,
-            local_rank=place.local_rank,
-            node=place.node,
-            size=place.size,
-            local_size=place.local_size,
-            nodes=place.nodes,
-            device=device,
-            backend=backend,
-            launcher=place.launcher,
-            memory=memory,
-        )
+        with _own_stream(device), _own_cores(place, device) as usable:
+            yield World(
+                rank=place.rank,
+                local_rank=place.local_rank,
+                node=place.node,
+                size=place.size,
+                local_size=place.local_size,
+                nodes=place.nodes,
+                device=device,
+                backend=backend,
+                launcher=place.launcher,
+                memory=memory,
+                cores=usable,
+            )
     except BaseException:
-        # After a failure the other workers may be stuck in a collective, and leaving in good order would wait for them. They notice
-        # the closed connection when this process ends.
+        # After a failure the other workers may be stuck in a collective, and leaving in good order would wait for them. They
+        # notice the closed connection when this process ends.
         if place.size == 1:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """All of a GPU worker's kernels in one stream that is not the default one, which no CUDA graph can be recorded in."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.current_stream(device)
+    own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    own.wait_stream(before)
+    with torch.cuda.stream(own):
+        yield
+    before.wait_stream(own)
+
+
+@contextmanager
+def _own_cores(place: Place, device: torch.device) -> Iterator[frozenset[int] | None]:
+    """Bind a CPU worker to its share of the node's cores while the world lasts; gives those it had before, if so.
+
+    Then neither it nor what it keeps in a core's cache moves, and gloo's threads wake up on their own worker's core.
+    """
+    share = own_cores(place) if device.type == "cpu" else None
+    if share is None:
+        yield None
+        return
+    before = os.sched_getaffinity(0)
+    _bind_threads(share)
+    try:
+        yield frozenset(before)
+    finally:
+        _bind_threads(before)
+
+
+def _bind_threads(cores: Iterable[int]) -> None:
+    """Bind all threads of this process: those that compute and gloo's are there already, and live longer than a world."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # one that has just ended
+            os.sched_setaffinity(int(thread), cores)
 
 
 def choose_device(place: Place, backend: str) -> tuple[torch.device, str]:
@@ -134,7 +179,8 @@ def choose_device(place: Place, backend: str) -> tuple[torch.device, str]:
         bound_elsewhere = gpus == 1 and place.launcher in ("srun", "mpirun")  # each task may see its own GPU as number 0
         if place.local_size > gpus and not bound_elsewhere:
             raise UsageError(
-                f"{place.local_size} workers on a node with {gpus} GPU(s): use --workers {gpus}, or --backend gloo to share them"
+                f"{place.local_size} workers on a node with {gpus} GPU(s): use --workers {gpus}, or --backend gloo to share"
+                " them"
             )
     return torch.device("cuda", place.local_rank % gpus) if gpus else torch.device("cpu"), backend
 
@@ -153,7 +199,7 @@ def describe_devices(world: World) -> str:
         return f"{world.size} x {name}" if not shared else f"{world.size} workers sharing {torch.cuda.device_count()} x {name}"
     threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
     workers = f"1 CPU worker, {threads}" if world.size == 1 else f"{world.size} CPU workers, {threads} each"
-    return f"{workers} ({cores()} cores, no GPU)"
+    return f"{workers} ({len(world.cores) if world.cores else cores()} cores, no GPU)"
 
 
 def interfaces() -> dict[str, str]:
