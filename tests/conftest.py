@@ -9,6 +9,8 @@ import pytest
 
 from harness.processes import children
 
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # without AMX, --precision auto is fp32 on every CPU
+
 _NEVER_IN_CI = ("gpu",)  # no CI machine has one; `make test ARGS=tests/gpu` runs these where there is
 _unexpected: list[str] = []
 
@@ -25,7 +27,8 @@ def no_leaks() -> Iterator[None]:
     changed = {name for name in environ.keys() | os.environ.keys() if environ.get(name) != os.environ.get(name)}
     os.environ.clear()
     os.environ.update(environ)
-    changed -= {"PYTEST_CURRENT_TEST", "GLOO_SOCKET_IFNAME", "TORCHINDUCTOR_CACHE_DIR"}  # set by pytest, joining a world, torch
+    changed -= {"PYTEST_CURRENT_TEST", "GLOO_SOCKET_IFNAME"}  # set by pytest, by joining a world ...
+    changed -= {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"}  # ... and by torch's compiler
     assert not changed, f"environment variables changed: {changed}"
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.config import Config as Config
+    from paceline.data.augment import Images as Images
     from paceline.data.loaders import Arrays as Arrays
     from paceline.data.sampler import Sampler as Sampler
     from paceline.dist.reduce import ExactReducer as ExactReducer
@@ -26,6 +27,7 @@ _WHERE = {
     "Arrays": "paceline.data.loaders",
     "Config": "paceline.config",
     "ExactReducer": "paceline.dist.reduce",
+    "Images": "paceline.data.augment",
     "PacelineError": "paceline.errors",
     "Result": "paceline.training.observers",
     "Sampler": "paceline.data.sampler",

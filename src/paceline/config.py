@@ -121,12 +121,16 @@ class Config:
     """Stop when validation accuracy reaches this (0: no target) ..."""
     patience: int = 1
     """... in so many epochs in a row."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16 runs the forward pass under autocast; weights and optimizer stay fp32."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16 runs the forward pass under autocast; weights and optimizer stay fp32. auto: bf16 on devices made for it."""
+    fast: Literal["auto", "on", "off"] = "auto"
+    """The fast step: channels-last convolutions, fused optimizers and, on a GPU, the whole step as one CUDA graph, compiled
+    where the run is long enough for that to pay (on: always, but never in exact mode). Where a model does not allow it, a line
+    says why."""
     seed: int = 0
     """All randomness follows from it."""
-    eval_batch: int = 250
-    """Samples a forward pass in validation."""
+    eval_batch: int = 0
+    """Samples a forward pass in validation (0: 250, on a GPU 1000)."""
     check_every: int = 100
     """Check every so many steps, and after each epoch, that all workers hold the same weights (0: after each epoch only)."""
 
@@ -167,8 +171,8 @@ class Config:
 
 _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("workers", "nodes", "reference_batch", "global_batch", "accumulate", "epochs", "patience"), 1),
-    **dict.fromkeys(("eval_batch", "log_every", "timeout_s", "virtual_workers", "min_workers", "keep"), 1),
-    **dict.fromkeys(("parts_at_once", "max_restarts", "grace_s"), 0),
+    **dict.fromkeys(("log_every", "timeout_s", "virtual_workers", "min_workers", "keep"), 1),
+    **dict.fromkeys(("parts_at_once", "max_restarts", "grace_s", "eval_batch"), 0),
     **dict.fromkeys(("node_id", "train_samples", "crop", "loader_workers", "base_lr", "weight_decay", "clip_norm"), 0),
     **dict.fromkeys(("warmup_epochs", "warmup_steps", "warmup_from", "max_steps", "seed", "check_every"), 0),
 }

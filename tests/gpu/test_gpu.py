@@ -20,6 +20,7 @@ from paceline.dist.world import world
 from paceline.training import tasks
 from paceline.training.build import build
 from paceline.training.exact import same_bits
+from paceline.training.fast import prepare
 from paceline.training.parts import plan_step
 from paceline.training.step import Meter
 
@@ -104,20 +105,23 @@ def test_both_loaders_bring_the_same_batches() -> None:
 
 
 @pytest.mark.parametrize("parts", [{}, {"virtual_workers": 4}, {"virtual_workers": 4, "reduce": "exact"}])
-def test_a_step_never_waits_for_the_gpu(parts: dict[str, Any]) -> None:
-    options = {"precision": "bf16", "clip_norm": 1.0, "label_smoothing": 0.1, "global_batch": 128, **parts}
+@pytest.mark.parametrize("fast", ["auto", "off"])
+def test_a_step_never_waits_for_the_gpu(parts: dict[str, Any], fast: str) -> None:
+    options = {"precision": "bf16", "clip_norm": 1.0, "label_smoothing": 0.1, "global_batch": 128, "fast": fast, **parts}
     with world() as here:
         task, config = tasks.resolve("fashion-mnist-mini", options)
         ready = build(task, config, here)
         with same_bits(config):
             plan = [plan_step(ready.sampler, ready.sampler.order(0), i, ready.step.groups, 1) for i in range(8)]
-            batches, meter = ready.train.batches([item.samples for passes in plan for item in passes], 0), Meter(here)
+            inputs, meter = ready.train.inputs([item.samples for passes in plan for item in passes], 0), Meter(here)
             reads: list[Any] = []
-            ready.step(0, batches, plan[0], 128)  # the first step allocates, and looks at the metrics' names
+            prepare(ready, 0)
+            assert (ready.step.captured is None) == (fast == "off")
+            ready.step(0, inputs, plan[0], 128)  # the first step allocates, and looks at the metrics' names
             torch.cuda.set_sync_debug_mode("error")
             try:
                 for step in range(1, 5):
-                    reads += meter.push(step, ready.step(step, batches, plan[step], 128, (step == 2, step == 3)))
+                    reads += meter.push(step, ready.step(step, inputs, plan[step], 128, (step == 2, step == 3)))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             reads += meter.flush()

@@ -65,6 +65,7 @@ EXACT: dict[str, tuple[Task, dict[str, Any]]] = {
     "bf16": (pictures(), {"precision": "bf16", "epochs": 1}),
     "ghosts within a part": (pictures("resnet:depth=8,width=4,norm=part,part_size=3"), {"epochs": 1}),
     "dropout, streamed": (dropping(), {"loader": "streaming", "loader_workers": 0}),
+    "channels-last": (pictures("resnet:depth=8,width=4"), {"global_batch": 8 * PARTS, "epochs": 1}),
     "one sample a part": (pictures("resnet:depth=8,width=4,norm=group"), {"global_batch": PARTS, "epochs": 1}),
 }
 

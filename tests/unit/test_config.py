@@ -176,8 +176,11 @@ def test_a_whole_number_may_stand_for_a_number(tmp_path):
     [
         *(("workers", value) for value in (0, -1)),
         *((name, 0) for name in ("nodes", "reference_batch", "global_batch", "accumulate", "epochs", "patience")),
-        *((name, 0) for name in ("eval_batch", "log_every", "base_lr")),
-        *((name, -1) for name in ("node_id", "train_samples", "crop", "loader_workers", "weight_decay", "clip_norm")),
+        *((name, 0) for name in ("log_every", "base_lr")),
+        *(
+            (name, -1)
+            for name in ("node_id", "train_samples", "crop", "loader_workers", "weight_decay", "clip_norm", "eval_batch")
+        ),
         *((name, -1) for name in ("warmup_epochs", "warmup_steps", "warmup_from", "max_steps", "seed", "check_every")),
         *((name, value) for name in ("erase", "momentum", "label_smoothing", "target_accuracy") for value in (-0.1, 1.1)),
         *((name, value) for name in ("beta1", "beta2") for value in (-0.1, 1.0, 1.1)),

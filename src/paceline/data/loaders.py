@@ -1,26 +1,46 @@
-"""Two ways to bring batches to a worker's device, behind one method.
+"""Two ways to bring batches to a worker's device, behind one class.
 
 `batches(plan, epoch)` yields one batch for every array of sample numbers in the plan. `Resident` holds the whole data set on
 the device; `Streaming` reads a map-style Dataset through torch's DataLoader. Both prepare batches on the device, and call
 `before(i)` just before batch i is prepared, whatever random numbers were drawn to fetch it: that is where a part is seeded.
+
+A batch is made in two halves, so that a step captured as a CUDA graph can contain the second: `inputs` yields what differs
+from one to the next, as tensors on the device; `make` is the same work on them each time.
 """
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from paceline.data.keys import key, seed_sample
+from paceline.data.keys import key, on_device, seed_sample
 
 Batch = tuple[Any, ...]
+Inputs = tuple[Any, ...]
 Plan = Sequence[np.ndarray]
 Before = Callable[[int], None]
 Prepare = Callable[[tuple[Tensor, ...], Tensor, int | None], tuple[Tensor, ...]]
 """(batch on the device, sample numbers, epoch or None in validation) -> what the objective gets."""
+
+
+@runtime_checkable
+class KeyedPrepare(Protocol):
+    """A `prepare` that may be given the epoch as a tensor: it can be part of a captured step. `Images` is one."""
+
+    def epoch_key(self, epoch: int) -> int:
+        """What stands for an epoch."""
+        ...
+
+    def apply(self, batch: tuple[Tensor, ...], samples: Tensor, epoch_key: Tensor | None) -> tuple[Tensor, ...]:
+        """What the objective gets, by tensor operations alone."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -55,52 +75,96 @@ class Arrays:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a tree of tuples, lists and dicts, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
+
+
 def _nothing(i: int) -> None:
     """The `before` of those who need none."""
 
 
-class Loader(Protocol):
+class Loader(ABC):
     """What the training loop sees of either loader."""
+
+    @abstractmethod
+    def inputs(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Inputs]:
+        """For every array in the plan, in order: tensors on the device that `make` makes a batch of."""
+
+    @abstractmethod
+    def make(self, inputs: Inputs) -> Batch:
+        """The batch. Nothing here waits for the device or depends on anything but the inputs."""
 
     def batches(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Batch]:
         """One batch on the device for every array in the plan, in order."""
-        ...
+        yield from map(self.make, self.inputs(plan, epoch, before))
 
 
 def make_loader(
-    data: Arrays | Dataset[Any], kind: str, prepare: Prepare | None, device: torch.device, workers: int, seed: int
+    data: Arrays | Dataset[Any],
+    kind: str,
+    prepare: Prepare | None,
+    device: torch.device,
+    workers: int,
+    seed: int,
+    cores: Iterable[int] | None = None,
 ) -> Loader:
-    """The loader for this data: resident where it is arrays that fit, unless told otherwise."""
+    """The loader for this data: resident where it is arrays that fit, unless told otherwise. Its processes may use `cores`."""
     if isinstance(data, Arrays) and kind != "streaming" and (kind == "resident" or _fits(data, device)):
         return Resident(data, prepare, device)
-    return Streaming(data, prepare, device, workers, seed)
+    return Streaming(data, prepare, device, workers, seed, cores)
 
 
-class Resident:
+class Resident(Loader):
     """The whole data set on the worker's device; a batch is one gather."""
 
     def __init__(self, data: Arrays, prepare: Prepare | None, device: torch.device) -> None:
         self._tensors = tuple(tensor.to(device) for tensor in data.tensors)
-        self._prepare, self._device = prepare, device
+        self._prepare, self._device = _Preparation(prepare, device), device
 
-    def batches(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Batch]:
+    def inputs(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Inputs]:
         if not plan:
             return
-        sizes = [len(samples) for samples in plan]
+        sizes, begun = [len(samples) for samples in plan], self._prepare.begin(epoch)
         everything = torch.from_numpy(np.concatenate(plan)).to(self._device)  # one copy an epoch, not one a step
         for i, samples in enumerate(torch.split(everything, sizes)):
-            batch = tuple(tensor[samples] for tensor in self._tensors)
-            before(i)
-            yield self._prepare(batch, samples, epoch) if self._prepare else batch
+            if self._prepare.later:
+                before(i)
+                yield samples, begun
+            else:
+                batch = self._gather(samples)
+                before(i)
+                yield self._prepare.now(batch, samples, epoch)
+
+    def make(self, inputs: Inputs) -> Batch:
+        if not self._prepare.later:
+            return inputs
+        samples, begun = inputs
+        return self._prepare.then(self._gather(samples), samples, begun)
+
+    def _gather(self, samples: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor[samples] for tensor in self._tensors)
 
 
-class Streaming:
+class Streaming(Loader):
     """torch's DataLoader, with worker processes kept between epochs, pinned memory and the next batch copied ahead on a GPU."""
 
     def __init__(
-        self, data: Arrays | Dataset[Any], prepare: Prepare | None, device: torch.device, workers: int, seed: int
+        self,
+        data: Arrays | Dataset[Any],
+        prepare: Prepare | None,
+        device: torch.device,
+        workers: int,
+        seed: int,
+        cores: Iterable[int] | None = None,
     ) -> None:
-        self._prepare, self._device = prepare, device
+        self._prepare, self._device = _Preparation(prepare, device), device
         self._plan = _PlanSampler()
         self._loader = DataLoader(
             _Keyed(data, seed),
@@ -109,14 +173,19 @@ class Streaming:
             pin_memory=device.type == "cuda",
             persistent_workers=workers > 0,
             collate_fn=_collate,
+            worker_init_fn=partial(_use_cores, cores) if cores else None,  # or they would share their worker's own
         )
 
-    def batches(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Batch]:
+    def inputs(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Inputs]:
         self._plan.plan, self._plan.epoch = plan, epoch
+        begun = self._prepare.begin(epoch)
         copied = self._copy_ahead(zip(self._loader, plan, strict=True))
         for i, (batch, samples) in enumerate(copied):
             before(i)
-            yield self._prepare(batch, samples, epoch) if self._prepare else batch
+            yield (batch, samples, begun) if self._prepare.later else self._prepare.now(batch, samples, epoch)
+
+    def make(self, inputs: Inputs) -> Batch:
+        return self._prepare.then(*inputs) if self._prepare.later else inputs
 
     def _copy_ahead(self, batches: Iterator[tuple[Batch, np.ndarray]]) -> Iterator[tuple[Batch, Tensor]]:
         if self._device.type != "cuda":
@@ -131,11 +200,35 @@ class Streaming:
             if ready is not None:
                 yield ready
             torch.cuda.current_stream(self._device).wait_stream(stream)
-            for tensor in _tensors(coming):
+            for tensor in tensors_in(coming):
                 tensor.record_stream(torch.cuda.current_stream(self._device))
             ready = coming
         if ready is not None:
             yield ready
+
+
+class _Preparation:
+    """Which half of making a batch a task's `prepare` belongs to: the second, where it can be part of a captured step."""
+
+    def __init__(self, prepare: Prepare | None, device: torch.device) -> None:
+        self._prepare, self._device = prepare, device
+        self._keyed = prepare if isinstance(prepare, KeyedPrepare) else None
+        self.later = prepare is None or self._keyed is not None
+
+    def begin(self, epoch: int | None) -> Tensor | None:
+        """What the second half must know of an epoch."""
+        if epoch is None or self._keyed is None:
+            return None
+        return on_device(self._keyed.epoch_key(epoch), self._device)
+
+    def now(self, batch: tuple[Tensor, ...], samples: Tensor, epoch: int | None) -> Batch:
+        """In the first half."""
+        assert self._prepare is not None
+        return self._prepare(batch, samples, epoch)
+
+    def then(self, batch: tuple[Tensor, ...], samples: Tensor, begun: Tensor | None) -> Batch:
+        """In the second half."""
+        return batch if self._keyed is None else self._keyed.apply(batch, samples, begun)
 
 
 class _PlanSampler:
@@ -172,6 +265,11 @@ class _Keyed(Dataset[Any]):
         return self._data[sample]
 
 
+def _use_cores(cores: Iterable[int], number: int) -> None:
+    """In a process of the DataLoader's."""
+    os.sched_setaffinity(0, cores)
+
+
 def _collate(items: Any) -> Any:
     """A tuple of tensors for a Dataset of tuples; a dict of them for a Dataset of dicts."""
     batch = items if isinstance(items, tuple) else default_collate(items)
@@ -186,16 +284,6 @@ def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {name: _to(item, device) for name, item in value.items()}
     return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
 
 
 def _fits(data: Arrays, device: torch.device) -> bool:

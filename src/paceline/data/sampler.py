@@ -32,8 +32,11 @@ class Sampler:
             )
 
     def order(self, epoch: int) -> np.ndarray:
-        """The epoch's samples, shuffled: the ranks of 64-bit hashes, stable across numpy and torch versions."""
-        return np.argsort(keys_numpy(key(self.seed, epoch), np.arange(self.samples)), kind="stable")
+        """The epoch's samples, shuffled: the ranks of 64-bit hashes, the same in all versions of numpy.
+
+        No two samples have the same hash (splitmix64 is a bijection), so the kind of sort does not show.
+        """
+        return np.argsort(keys_numpy(key(self.seed, epoch), np.arange(self.samples)))
 
     @functools.cached_property
     def step_bounds(self) -> np.ndarray:
@@ -48,6 +51,11 @@ class Sampler:
         if shared >= 2 * self.parts:
             return np.append(starts[:-1], [starts[-2] + (shared + 1) // 2, self.samples])
         return np.append(starts[:-1], self.samples)  # parts of one sample cannot be halved: the last step takes two
+
+    @functools.cached_property
+    def full_steps(self) -> int:
+        """Steps of a whole global batch, which come first."""
+        return int((np.diff(self.step_bounds) == self.global_batch).sum())
 
     @property
     def steps(self) -> int:

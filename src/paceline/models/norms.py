@@ -189,6 +189,8 @@ class PartNorm(_BatchNorm):
 
     def _normalise_equal(self, input: Tensor, groups: int, rows: list[Tensor], momentum: float) -> Tensor:
         """The output of one native call, which moves `rows`, one a group, in place."""
+        if groups > 1 and torch.compiler.is_compiling():
+            return self._normalise_apart(input, groups, rows, momentum)
         mean, variance = [row.view(-1) for row in rows] or (None, None)
         output = F.batch_norm(
             _fold(input, groups),
@@ -201,6 +203,21 @@ class PartNorm(_BatchNorm):
             eps=self.eps,
         )
         return output.view(input.shape) if groups > 1 else output
+
+    def _normalise_apart(self, input: Tensor, groups: int, rows: list[Tensor], momentum: float) -> Tensor:
+        """The same in plain operations on a view with the groups apart, which exists in any layout: a compiler fuses them, and
+        need not copy a channels-last batch as the native call's fold does.
+        """
+        apart = input.view(len(input) // groups, groups, *input.shape[1:]).to(_statistics_dtype(input))
+        over = [0, *range(3, apart.dim())]
+        variance, mean = torch.var_mean(apart, over, correction=0, keepdim=True)
+        output = (apart - mean) * torch.rsqrt(variance + self.eps)
+        if self.weight is not None:
+            output = output * _along(self.weight, input) + _along(self.bias, input)
+        count = apart.numel() // mean.numel()
+        for row, found in zip(rows, (mean, variance * (count / max(1, count - 1))), strict=False):
+            row.lerp_(found.detach().view(row.shape).to(row.dtype), momentum)
+        return output.to(input.dtype).view(input.shape)
 
     def _normalise_unequal(
         self, input: Tensor, ghosts: int, rows: list[Tensor], momentum: float
@@ -338,8 +355,7 @@ def _gather_statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Chan, Golub & LeVeque's pairwise update: no difference of large sums, so data far from zero keep their variance.
     """
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    channels = x.shape[1]
+    dtype, channels = _statistics_dtype(x), x.shape[1]
     count = x.numel() // channels
     own = torch.zeros(2 * channels + 1, dtype=dtype, device=x.device)
     if count:
@@ -353,6 +369,10 @@ def _gather_statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total = counts.sum()
     mean = (means * counts).sum(0) / total.clamp(min=1)
     return mean, (squares + counts * (means - mean).square()).sum(0), total
+
+
+def _statistics_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _has_peers() -> bool:

@@ -1,7 +1,7 @@
 """Optimizers, and the rules that turn a trusted learning rate into that of a large batch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,27 @@ class Entry:
 
 
 def _sgd(groups: list[dict[str, Any]], config: Config) -> Optimizer:
-    return torch.optim.SGD(groups, lr=config.base_lr, momentum=config.momentum, nesterov=config.nesterov)
+    fused = _fuses(groups, config)
+    optimizer = torch.optim.SGD(groups, lr=config.base_lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
+    if fused and config.momentum:  # torch's fused kernel fails where one parameter's first gradient comes later than another's
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def _adamw(groups: list[dict[str, Any]], config: Config) -> Optimizer:
-    return torch.optim.AdamW(groups, lr=config.base_lr, betas=(config.beta1, config.beta2))
+    betas, fused = (config.beta1, config.beta2), _fuses(groups, config)
+    return torch.optim.AdamW(groups, lr=config.base_lr, betas=betas, fused=fused, capturable=bool(fused) and _on_gpu(groups))
+
+
+def _fuses(groups: list[dict[str, Any]], config: Config) -> bool | None:
+    """One kernel for all parameters, which takes a third less time on a CPU too; None is torch's own choice."""
+    return True if config.fast != "off" and all(p.is_floating_point() for group in groups for p in group["params"]) else None
+
+
+def _on_gpu(groups: list[dict[str, Any]]) -> bool:
+    return all(parameter.device.type == "cuda" for group in groups for parameter in group["params"])
 
 
 OPTIMIZERS = {
@@ -43,6 +59,8 @@ def check_optimizer(name: str) -> None:
 def make_optimizer(model: nn.Module, config: Config) -> Optimizer:
     """The configured optimizer over the model's parameters, those without weight decay in a group of their own."""
     check_optimizer(config.optimizer)
+    if any(getattr(module, "sparse", False) for module in model.modules()):
+        config = replace(config, fast="off")  # fused kernels do not take the sparse gradients of such a layer
     return OPTIMIZERS[config.optimizer].make(parameter_groups(model, config.weight_decay, config.decay_all), config)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from paceline.checkpoint import CheckpointError, Writer, load_latest
 from paceline.config import Config, flag, parse_every
@@ -117,6 +118,7 @@ class Keeper:
         step.statistics.scatter(tensors["parts.values"], tensors["parts.counts"])
         state = _optimizer_state(tensors, facts["optimizer"])
         step.optimizer.load_state_dict({"state": state, "param_groups": step.optimizer.state_dict()["param_groups"]})
+        _lay_out_like_weights(step.optimizer)
         progress = facts["progress"]
         return Progress(**{**progress, "result": Result(**progress["result"]), "rows": Rows(**progress["rows"])})
 
@@ -153,6 +155,14 @@ def _optimizer_state(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) ->
     return state
 
 
+def _lay_out_like_weights(optimizer: Optimizer) -> None:
+    """A file knows no layout; fused optimizers need a weight's state in the weight's own."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
 def identity(run: Run) -> dict[str, Any]:
     """What makes a run this run: everything that its weights depend on."""
     resolved = {"virtual_workers": run.sampler.parts, "global_batch": run.sampler.global_batch}
@@ -172,11 +182,13 @@ def check_options(old: Mapping[str, Any], config: Config) -> None:
 
 def _options(config: Config) -> dict[str, Any]:
     """The options that the weights depend on."""
-    indifferent = (*_PLACE, "parts_at_once") if config.reduce == "fast" else _PLACE
-    return {name: value for name, value in vars(config).items() if name not in indifferent}
+    indifferent = (*_PLACE, "parts_at_once", "fast") if config.reduce == "fast" else _PLACE
+    options = {name: value for name, value in vars(config).items() if name not in indifferent}
+    return {**options, **({"fast": "auto"} if options.get("fast") == "on" else {})}  # the same bits in exact mode
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    old = {"fast": "off", **old}  # what records from before there was such an option were made with
     return [f"{flag(name)} was {old.get(name)}, is {value}" for name, value in new.items() if old.get(name) != value]
 
 

@@ -15,12 +15,13 @@ from paceline.data.keys import key, seed_all
 from paceline.dist.agree import check_agreement
 from paceline.dist.watch import Watch
 from paceline.errors import Diverged, PacelineError, Stopped, UsageError
+from paceline.training import fast
 from paceline.training.build import Run
-from paceline.training.evaluate import evaluate
+from paceline.training.evaluate import Validation
 from paceline.training.exact import same_bits
 from paceline.training.keeper import Keeper, Progress
 from paceline.training.observers import Observer, Result
-from paceline.training.parts import plan_step
+from paceline.training.parts import Pass, plan_epoch
 from paceline.training.step import Meter
 
 
@@ -38,6 +39,7 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
             observer.start(contract)
         try:
             _Fit(run, observers, progress, keeper, watch).epochs()
+            run.step.captured = None  # NCCL does not end while a graph lives that holds some of its work
         except BaseException as error:
             status = {Diverged: "diverged", KeyboardInterrupt: "interrupted", Stopped: "interrupted"}.get(type(error), "failed")
             result = replace(progress.result, status=status, why=str(error) or type(error).__name__)
@@ -70,13 +72,21 @@ class _Fit:
     ) -> None:
         self.run, self.observers, self.progress, self.keeper, self.watch = run, observers, progress, keeper, watch
         self.save_wished = self.stop_wished = False
+        self._ahead: tuple[int, list[list[Pass]]] = (-1, [])
         run.step.say = self._say
-        if watch:
-            run.step.mark = watch.mark
 
     def epochs(self) -> None:
         run, progress = self.run, self.progress
         config, world, model = run.config, run.world, run.step.model
+        if self.watch:
+            self.watch.mark(progress.step, "loading")  # whoever asks to stop now need not wait for a step
+        for note in run.notes:
+            self._say(note)
+        fast.prepare(run, progress.step)
+        validation = Validation(run.step, run.validation, run.validation_samples)
+        if self.watch:
+            run.step.mark = self.watch.mark
+        run.step.mark(progress.step, "data")
         for epoch in range(progress.epoch, config.epochs):
             first = epoch * run.sampler.steps
             self._train_epoch(epoch, first)
@@ -84,7 +94,7 @@ class _Fit:
             progress.train_time_s += progress.epoch_time_s
             run.step.statistics.average(world)
             check_agreement(model.state_dict(), world, f"after epoch {epoch + 1}")
-            metrics = evaluate(run.step, run.validation, run.validation_samples)
+            metrics = validation()
             self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss")
             if config.target_accuracy and "accuracy" not in metrics:
                 raise UsageError(f"--target-accuracy: this task reports {', '.join(metrics)}, and no accuracy to reach")
@@ -117,26 +127,22 @@ class _Fit:
     def _train_epoch(self, epoch: int, first: int) -> None:
         """Train on each sample once, or up to the last step of the run; from the middle, where a resumed run was there."""
         run, progress = self.run, self.progress
-        config, sampler = run.config, run.sampler
-        order, bounds = sampler.order(epoch), sampler.step_bounds
-        steps = min(sampler.steps, run.step.schedule.total_steps - first)
-        done = progress.step - first
-        plan = [
-            plan_step(sampler, order, i, run.step.groups, config.accumulate, run.grouping.one_pass) for i in range(done, steps)
-        ]
-        flat = [(first + i, item) for i, passes in enumerate(plan, done) for item in passes]
+        config, bounds = run.config, run.sampler.step_bounds
+        begin, meter = time.perf_counter() - progress.epoch_time_s, Meter(run.world)
+        steps = self._steps(epoch)
+        plan = self._plan(epoch, progress.step - first)
+        flat = [(first + i, item) for i, passes in enumerate(plan, progress.step - first) for item in passes]
 
         def seed(number: int) -> None:
             step, item = flat[number]
             seed_all(key(config.seed, step, item.parts[0], item.micro), run.world.device)
 
-        batches = run.train.batches([item.samples for _, item in flat], epoch, seed)
-        begin, meter = time.perf_counter() - progress.epoch_time_s, Meter(run.world)
+        inputs = run.train.inputs([item.samples for _, item in flat], epoch, seed)
         run.step.model.train()
         for passes in plan:
             i = progress.step - first
             samples = int(bounds[i + 1] - bounds[i])
-            values = run.step(progress.step, batches, passes, samples, self._wishes())
+            values = run.step(progress.step, inputs, passes, samples, self._wishes())
             self._tell(meter.push(progress.step, values), epoch, begin, first + steps)
             progress.step += 1
             if config.check_every and progress.step % config.check_every == 0:
@@ -145,10 +151,26 @@ class _Fit:
                 self._tell(meter.flush(), epoch, begin, first + steps)
                 progress.epoch_time_s = time.perf_counter() - begin
                 self._save_or_stop()
+        if self._steps(epoch + 1) > 0:
+            self._ahead = epoch + 1, self._plan(epoch + 1, 0)  # a GPU has work for some steps more: it need not wait for this
         self._tell(meter.flush(), epoch, begin, first + steps)
         run.step.mark(progress.step, "reduce")
         run.world.barrier()
         progress.epoch_time_s = time.perf_counter() - begin
+
+    def _steps(self, epoch: int) -> int:
+        """Steps of an epoch, of which the run's last may be cut short; 0 or less after it."""
+        sampler, total = self.run.sampler, self.run.step.schedule.total_steps
+        return min(sampler.steps, total - epoch * sampler.steps)
+
+    def _plan(self, epoch: int, done: int) -> list[list[Pass]]:
+        """The passes of the epoch's steps that are not done yet."""
+        planned, passes = self._ahead
+        if planned == epoch:
+            return passes
+        sampler, step, config = self.run.sampler, self.run.step, self.run.config
+        steps = range(done, self._steps(epoch))
+        return plan_epoch(sampler, sampler.order(epoch), steps, step.groups, config.accumulate, self.run.grouping.one_pass)
 
     def _wishes(self) -> tuple[bool, bool]:
         """To write a checkpoint; to stop."""

@@ -98,6 +98,28 @@ def deal_parts(parts: int, workers: int, rank: int, at_once: int, whole_groups: 
     return _cut(range(parts * rank // workers, parts * (rank + 1) // workers), at_once)
 
 
+def plan_epoch(
+    sampler: Sampler, order: np.ndarray, steps: range, groups: Sequence[range], accumulate: int, one_pass: bool = False
+) -> list[list[Pass]]:
+    """The passes of these steps of an epoch: `plan_step` of each, but full steps are cut all at once."""
+    size = sampler.global_batch
+    full = range(steps.start, max(steps.start, min(steps.stop, sampler.full_steps)))
+    part = size // sampler.parts
+    micros = max(1, min(accumulate, part // 2))
+    cuts = [len(each) for each in np.array_split(np.arange(part), micros)]
+    laid_out = order[full.start * size : full.stop * size].reshape(len(full), sampler.parts, part)
+    passes: list[list[Pass]] = [[] for _ in full]
+    for number, group in enumerate(groups):
+        of_group, start = laid_out[:, group.start : group.stop], 0
+        for micro, cut in enumerate(cuts):
+            rows = of_group[:, :, start : start + cut].transpose(0, 2, 1).reshape(len(full), cut * len(group))
+            start += cut
+            for i, samples in enumerate(rows):
+                passes[i].append(Pass(number, group, micro, micro == micros - 1, samples))
+    rest = range(full.stop, steps.stop)
+    return passes + [plan_step(sampler, order, i, groups, accumulate, one_pass) for i in rest]
+
+
 def plan_step(
     sampler: Sampler, order: np.ndarray, step: int, groups: Sequence[range], accumulate: int, one_pass: bool = False
 ) -> list[Pass]:
@@ -139,6 +161,10 @@ class Statistics:
         """The buffers that every part has for itself."""
         paths = [path for path, module in model.named_modules(remove_duplicate=False) if module in self._layers]
         return {f"{path}.{name}".lstrip(".") for path in paths for name in _NAMES}
+
+    def tensors(self) -> list[Tensor]:
+        """All that passes change here."""
+        return [tensor for own in self._rows for rows in own for tensor in rows.values()]
 
     def use(self, item: Pass) -> None:
         """Point the layers at the parts of this pass."""

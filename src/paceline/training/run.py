@@ -17,6 +17,7 @@ from paceline.dist.reports import report_record
 from paceline.dist.watch import Watch
 from paceline.dist.world import World, world
 from paceline.errors import PacelineError, Stopped, UsageError
+from paceline.loading import load_rest
 from paceline.records import Record, close_cut_short, find_unfinished, read_result
 from paceline.training import tasks
 from paceline.training.build import Run, build
@@ -126,10 +127,13 @@ def _train_here(task: str | Task, options: Mapping[str, Any], place: Place) -> R
     """As one worker of whatever world this process is in."""
     given = _spelled(task)
     where = _where(options)
+    load_rest()
     with world(where.backend, where.timeout_s + _AFTER_WATCH_S) as here:
         told = here.share(_what_to_resume(task, where, place, here.recall()) if here.speaks else None)
         if "ended" in told:
             return Result(**told["ended"])
+        if told["options"].get("precision") and options.get("precision") == "auto":
+            options = {**options, "precision": told["options"]["precision"]}  # what auto came to when the record was begun
         options = {**told["options"], **options}
         if isinstance(task, Task):
             config = tasks.configure(task, options)

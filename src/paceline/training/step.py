@@ -7,6 +7,7 @@ the factor is n * P / R.
 """
 
 import inspect
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -18,13 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.config import Config
-from paceline.data.loaders import Batch
+from paceline.data.loaders import Batch, Inputs, Loader
 from paceline.dist.reduce import ExactReducer
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim.schedules import Schedule
 from paceline.training.parts import Pass, Statistics
 from paceline.training.task import Objective
+
+Loss = Callable[[Inputs, float, Tensor | None], Tensor]
+Captured = Callable[[int, Iterator[Inputs]], Tensor | None]
+"""A step's number and inputs -> its metrics; None, with no input taken, where there is no graph of it."""
 
 MOST_METRICS = 16
 WISHES = 2  # to write a checkpoint, to stop: they ride with the metrics, so that all workers learn of them at the same step
@@ -42,10 +47,11 @@ class Step:
         objective: Objective,
         world: World,
         config: Config,
+        loader: Loader,
         parts: int,
         groups: Sequence[range],
     ) -> None:
-        self.model, self.world, self.schedule = model, world, schedule
+        self.model, self.world, self.schedule, self._make = model, world, schedule, loader.make
         self.objective, self.config, self.optimizer = objective, config, optimizer
         self.groups, self.statistics = groups, Statistics(model, groups, parts)
         self._carrier = _Carrier(model).to(world.device)
@@ -57,6 +63,16 @@ class Step:
         self.metrics: tuple[str, ...] = ()
         """What the objective reports, loss first: known from the first pass, or from a checkpoint."""
         self._looked = False
+        self.random = False
+        """Whether a pass draws random numbers, as far as the first one shows."""
+        on_device = world.device.type == "cuda" and all(group.get("fused") for group in optimizer.param_groups)
+        self.lr = torch.zeros((), device=world.device) if on_device else None
+        """The learning rate as a tensor, so that a captured step can be told another; only fused optimizers read it unasked."""
+        self._wish = torch.zeros(WISHES, device=world.device)
+        self._wished = (False,) * WISHES
+        self.captured: Captured | None = None
+        """Does a step by replaying a graph (`fast.py`)."""
+        self.compiled = False
         self.now = 0
         """The step under way, or the last one."""
         self.mark: Callable[[int, str], None] = lambda step, phase: None
@@ -67,39 +83,84 @@ class Step:
     def __call__(
         self,
         step: int,
-        batches: Iterator[Batch],
+        inputs: Iterator[Inputs],
         passes: Sequence[Pass],
         step_samples: int,
         wishes: tuple[bool, bool] = (False, False),
     ) -> Tensor:
-        """Train on the next `len(passes)` batches of this worker; returns the step's metrics and wishes, still on the device:
-        means over the samples of all workers, the same numbers on each.
+        """Train on the next `len(passes)` of this worker's inputs; returns the step's metrics and wishes, still on the device:
+        means over the samples of all workers, the same numbers on each. On a GPU they are good until the next step.
         """
+        self.begin(step, wishes)
+        done = self.captured(step, inputs) if self.captured is not None else None
+        return self.run(inputs, passes, step_samples) if done is None else done
+
+    def begin(self, step: int, wishes: tuple[bool, bool] = (False, False)) -> None:
+        """Set what differs from step to step beside the inputs."""
         self.now = step
+        lr = self.schedule.lr(step)
+        if self.lr is not None:
+            self.lr.fill_(lr)  # the number travels with the kernel's launch: no copy to wait for
         for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.lr(step)
+            group["lr"] = lr if self.lr is None else self.lr
+        if wishes != self._wished:
+            self._wished = wishes
+            for wish, wished in zip(self._wish, wishes, strict=True):
+                wish.fill_(float(wished))
+
+    def run(
+        self,
+        inputs: Iterator[Inputs],
+        passes: Sequence[Pass],
+        step_samples: int,
+        loss: Loss | None = None,
+    ) -> Tensor:
+        """All passes, the reduction and the optimizer; `loss` may be a compiled `self.loss`."""
         for number, item in enumerate(passes):
             final = number == len(passes) - 1
-            self.mark(step, "data")
-            batch = next(batches)
-            self.mark(step, "forward")
+            self.mark(self.now, "data")
+            given = next(inputs)
+            self.mark(self.now, "forward")
             self.statistics.use(item)
             with nullcontext() if final or self._wrapped is self._carrier else self._wrapped.no_sync():
-                values = self._forward(batch, item)
-                share = len(item.samples) * self._scale / step_samples
-                cargo = self._carrier.load(values, self.metrics, share, wishes if final else None)
-                self.mark(step, "backward")
-                (values["loss"].mean() * share + cargo).backward()  # type: ignore[no-untyped-call]
+                share, wish = len(item.samples) * self._scale / step_samples, self._wish if final else None
+                if loss is not None:
+                    total = loss(given, share, wish)
+                else:
+                    total = self._weigh(self._forward(self._make(given), item), share, wish)
+                self.mark(self.now, "backward")
+                total.backward()  # type: ignore[no-untyped-call]
             if self._reducer is not None and item.last:
                 self._reducer.add()
         if self._reducer is not None:
-            self.mark(step, "reduce")
+            self.mark(self.now, "reduce")
             self._reducer.finish()
         if self.config.clip_norm:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return self._carrier.unload()
+
+    def dry_run(self, given: Inputs, share: float, loss: Loss) -> None:
+        """Forward and backward of one pass, by this worker alone; nothing but running statistics changes."""
+        with nullcontext() if self._wrapped is self._carrier else self._wrapped.no_sync():
+            loss(given, share, self._wish).backward()  # type: ignore[no-untyped-call]
+        self.forget()
+
+    def forget(self) -> None:
+        """Leave a step that was not finished."""
+        self._carrier.zero_grad(set_to_none=True)
+        if self._reducer is not None:
+            self._reducer.forget()
+
+    def loss(self, given: Inputs, share: float, wish: Tensor | None) -> Tensor:
+        """From inputs to what is differentiated, with nothing in it that only the first pass needs."""
+        with autocast(self.config, self.world):
+            values = self.objective(self._view, self._make(given))
+        return self._weigh(values, share, wish)
+
+    def _weigh(self, values: dict[str, Tensor], share: float, wish: Tensor | None) -> Tensor:
+        return values["loss"].mean() * share + self._carrier.load(values, self.metrics, share, wish)
 
     def read(self, values: Sequence[float]) -> tuple[dict[str, float], tuple[bool, bool]]:
         """A step's metrics by name, and the wishes: to write a checkpoint, to stop."""
@@ -133,18 +194,19 @@ class Step:
         values = self._objective(self._view, batch, item)
         self.metrics = check_values(values, len(item.samples))
         buffers_after, random_after = self._look()
+        self.random = random != random_after
         changed = next((name for name, seen in buffers_after.items() if seen != buffers.get(name)), None)
         if changed is not None and self.config.reduce == "exact":
             raise UsageError(
                 f"--reduce exact: the forward pass changes the buffer {changed}, which is no batch norm's and would depend on"
                 " the number of workers; use --reduce fast"
             )
-        if alone is not None and random != random_after:
+        if alone is not None and self.random:
             self.say(
                 f"the model draws random numbers while {len(item.parts)} parts run together: every part has its own, but which"
                 " ones depends on the number of workers; --parts-at-once 1 keys them by part"
             )
-        elif alone is not None and not _close(values["loss"].detach()[:: len(item.parts)], alone):
+        elif alone is not None and not close(values["loss"].detach()[:: len(item.parts)], alone):
             raise UsageError(
                 f"a part's loss beside {len(item.parts) - 1} other part(s) is not what it is alone: the model or the objective"
                 " looks across the samples of a batch; use --parts-at-once 1"
@@ -212,6 +274,12 @@ def autocast(config: Config, world: World) -> torch.autocast:
     return torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bf16")
 
 
+def close(one: Tensor, other: Tensor) -> bool:
+    """Equal up to the rounding of other kernels for other batches, bf16 included."""
+    near = 0.05 * float(one.float().abs().mean())
+    return torch.allclose(one.float(), other.float(), rtol=0.05, atol=near, equal_nan=True)
+
+
 class _View:
     """What the objective gets in training: called, it is the wrapped model; in all else, the model itself."""
 
@@ -236,22 +304,19 @@ class _Carrier(nn.Module):
         super().__init__()
         self.model = model
         self.cargo = nn.Parameter(torch.zeros(MOST_METRICS + WISHES))
-        self._wishes: Tensor
-        self.register_buffer("_wishes", torch.eye(WISHES), persistent=False)  # on the device before the first step
+        self._nothing: Tensor
+        self.register_buffer("_nothing", torch.zeros(MOST_METRICS + WISHES), persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
 
-    def load(self, values: dict[str, Tensor], metrics: Sequence[str], share: float, wishes: tuple[bool, bool] | None) -> Tensor:
+    def load(self, values: dict[str, Tensor], metrics: Sequence[str], share: float, wish: Tensor | None) -> Tensor:
         """A term to add to the loss: zero, but its gradient with respect to the cargo is the metrics' means times the share,
-        and 1 for every wish.
+        and the wishes (1 for each).
         """
         means = torch.stack([values[name].detach().float().mean() for name in metrics]) * share
-        term = (self.cargo[: len(metrics)] * means).sum()
-        for wish, wished in enumerate(wishes or ()):
-            if wished:
-                term = term + (self.cargo[MOST_METRICS:] * self._wishes[wish]).sum()
-        return term
+        freight = [means, self._nothing[len(metrics) : MOST_METRICS], self._nothing[MOST_METRICS:] if wish is None else wish]
+        return (self.cargo * torch.cat(freight)).sum()
 
     def unload(self) -> Tensor:
         """What the cargo's gradient has become: the mean over the step's samples."""
@@ -275,13 +340,18 @@ class _Reducer:
         for parameter in (self._cargo, *self._parameters):
             parameter.grad = None
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self._sum.forget()
+
     def finish(self) -> None:
         """Put the sums where the optimizer looks for gradients. Every worker reaches this."""
         sums = self._sum.finish()
         count = self._cargo.numel()
         self._cargo.grad = torch.cat(sums[:count])
         for parameter, total in zip(self._parameters, sums[count:], strict=True):
-            parameter.grad = total
+            # In the parameter's own layout, which a fused optimizer needs.
+            parameter.grad = total if parameter.is_contiguous() else torch.empty_like(parameter).copy_(total)
 
 
 def _wrap(model: nn.Module, world: World) -> Any:
@@ -289,19 +359,19 @@ def _wrap(model: nn.Module, world: World) -> Any:
 
     Buffers are not broadcast: each part's batch norm has statistics of its own, averaged when they are needed.
     """
-    if world.size == 1:
+    if _alone(world):
         return model
     devices = [world.device.index] if world.device.type == "cuda" else None
     flags = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in flags else "broadcast_buffers"  # torch 2.13 renamed it
     keep: dict[str, Any] = {name: False}
+    # The strides of a weight with one input channel read two ways in channels-last: DDP copies its few values, and says so.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **keep)
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    """Equal up to the rounding of other kernels for other batches, bf16 included."""
-    near = 0.05 * float(one.float().abs().mean())
-    return torch.allclose(one.float(), other.float(), rtol=0.05, atol=near, equal_nan=True)
+def _alone(world: World) -> bool:
+    return world.size == 1
 
 
 def _every(batch: Any, step: int, samples: int) -> Any:

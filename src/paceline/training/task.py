@@ -29,13 +29,15 @@ class Task:
     objective: Objective
     """Calls the model on a batch and returns a dict of tensors with one value a sample: "loss" is what is minimised (its mean
     over the step), everything else is averaged and reported. One value a sample is what makes the tail of an epoch and
-    validation exact. Gradients are averaged over workers for what goes through `model(...)` itself."""
+    validation exact. Gradients are averaged over workers for what goes through `model(...)` itself. On a GPU a step is
+    recorded once and replayed (`--fast`): what Python itself does here is then not done again."""
     model: Callable[[], nn.Module] | None = None
     """Makes the model, randomly initialised; None takes `--model` (images of shape C x H x W in, `classes` logits out)."""
     classes: int = 0
     """Classes, where `--model` builds the model."""
     prepare: Prepare | None = None
-    """Turns a batch, on the device, into what the objective gets: scaling, augmentation."""
+    """Turns a batch, on the device, into what the objective gets: scaling, augmentation. It runs for every batch, unless it is
+    a `KeyedPrepare` such as `Images`: that is part of the recorded step."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Options (Config's fields) this task likes; recipes and flags override them."""
     unit: str = "images"

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.keys import key, keys_numpy, keys_torch, seed_all, seed_sample, uniform
+from paceline.data.keys import key, keys_numpy, keys_torch, on_device, seed_all, seed_sample, uniform
 
 numbers = st.integers(-(2**63), 2**63 - 1)
 
@@ -20,6 +20,7 @@ def test_python_numpy_and_torch_agree_bit_for_bit(parts, indices):
     assert keys_numpy(base, np.array(indices, dtype=np.int64)).tolist() == python
     ours = keys_torch(base, torch.tensor(indices, dtype=torch.int64))
     assert ours.numpy().view(np.uint64).tolist() == python
+    assert torch.equal(keys_torch(on_device(base, ours.device), torch.tensor(indices, dtype=torch.int64)), ours)
 
 
 def test_key_is_splitmix64():

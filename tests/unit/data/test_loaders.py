@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from harness.processes import children
 from paceline.data.augment import Images
-from paceline.data.loaders import Arrays, Resident, Streaming, make_loader
+from paceline.data.loaders import Arrays, Resident, Streaming, make_loader, tensors_in
 
 CPU = torch.device("cpu")
 PLAN = [np.array([5, 0, 7]), np.array([3]), np.array([1, 2, 4, 6]), np.array([8, 9])]
@@ -117,6 +117,25 @@ def test_an_epoch_that_was_not_finished_does_not_disturb_the_next():
     assert [batch[1].tolist() for batch in loader.batches(PLAN[::-1], 1)] == [samples.tolist() for samples in PLAN[::-1]]
 
 
+class Where(Dataset):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        return len(os.sched_getaffinity(0))
+
+
+def test_a_bound_workers_loaders_may_use_all_cores():
+    every = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(every)})
+    try:
+        for cores, expected in ((None, 1), (every, len(every))):
+            (batch,) = Streaming(Where(), None, CPU, 1, 0, cores).batches([np.array([4, 2])], 0)
+            assert batch.tolist() == [expected] * 2
+    finally:
+        os.sched_setaffinity(0, every)
+
+
 def test_tuples_are_collated_to_tuples():
     (batch,) = Streaming(Noisy(), None, CPU, 0, 0).batches([np.array([4, 2])], 0)
     assert isinstance(batch, tuple)
@@ -147,6 +166,31 @@ def test_prepare_gets_batch_samples_and_epoch():
         assert list(loader.batches(PLAN, 7)) == [("prepared",)] * 4
     expected = [(samples.tolist(), samples.tolist(), 7) for samples in PLAN]
     assert seen == expected * 2
+
+
+@pytest.mark.parametrize("kind", [Resident, Streaming])
+def test_a_batch_is_made_of_its_inputs_alone(kind):
+    """What a captured step relies on: inputs put in the place of others give the batch of those others, in any epoch."""
+    prepare = Images(mean=0.2, deviation=0.5, crop=1, flip=True, erase=0.5, seed=3)
+    loader = Resident(arrays(), prepare, CPU) if kind is Resident else Streaming(arrays(), prepare, CPU, 0, 3)
+    plan = [np.array([5, 0, 7]), np.array([1, 2, 4])]
+    held = [tensor.clone() for tensor in tensors_in(next(loader.inputs(plan[:1], 0)))]
+    for epoch in (1, 2):
+        for inputs, batch in zip(loader.inputs(plan, epoch), loader.batches(plan, epoch), strict=True):
+            for into, tensor in zip(held, tensors_in(inputs), strict=True):
+                into.copy_(tensor)
+            given = tuple(held) if kind is Resident else (tuple(held[:2]), *held[2:])
+            assert all(torch.equal(a, b) for a, b in zip(loader.make(given), batch, strict=True))
+
+
+def test_a_prepare_of_the_users_own_is_done_before():
+    def prepare(batch, samples, epoch):
+        return batch[0].float() + epoch, batch[1]
+
+    for loader in (Resident(arrays(), prepare, CPU), Streaming(arrays(), prepare, CPU, 0, 0)):
+        for inputs, batch in zip(loader.inputs(PLAN, 3), loader.batches(PLAN, 3), strict=True):
+            assert loader.make(inputs) is inputs
+            assert torch.equal(inputs[0], batch[0])
 
 
 @pytest.mark.parametrize(

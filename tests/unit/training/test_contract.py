@@ -117,7 +117,7 @@ def test_the_optimizer_in_words(options, words):
 
 
 def test_lines_say_all_of_it():
-    lines = dict(contract(Config(accumulate=2, seed=11), world(4)).lines())
+    lines = dict(contract(Config(precision="fp32", accumulate=2, seed=11), world(4)).lines())
     assert lines["task"] == "mine: 60,000 training and 10,000 validation samples"
     assert lines["data"] == "noise (on the device)"
     assert lines["model"] == "cnn, 1,234,567 parameters"

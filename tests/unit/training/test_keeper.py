@@ -18,8 +18,9 @@ from paceline.checkpoint import load_latest
 from paceline.config import Config, make_config
 from paceline.dist.world import world
 from paceline.errors import Stopped, UsageError
+from paceline.training import tasks
 from paceline.training.build import Run, build
-from paceline.training.keeper import Keeper, check_options
+from paceline.training.keeper import Keeper, _check_identity, check_options
 from paceline.training.loop import fit
 from paceline.training.observers import Result
 from paceline.training.task import classify
@@ -135,6 +136,25 @@ class Own(Dataset[tuple[Tensor, int]]):
         return noise + (self.last if index == 23 else 0.0), index % 3
 
 
+def test_resumed_state_lies_as_the_weights_do(tmp_path: Path) -> None:
+    """Channels-last weights, a file without layouts, and a fused optimizer that needs both alike."""
+    options = {"model": "cnn:width=4", "max_steps": 6, "global_batch": 16, "checkpoint_every": "3", "reduce": "exact"}
+    task, config = tasks.resolve("fashion-mnist-mini", options)
+    with world() as here:
+        runs = []
+        for resumes in (False, True):
+            run = build(task, config, here)
+            keeper = Keeper(run, tmp_path, resumes=resumes)
+            runs.append(fit(run, (), keeper))
+            for parameter, state in run.step.optimizer.state.items():
+                strides = zip(parameter.shape, parameter.stride(), state["momentum_buffer"].stride(), strict=True)
+                assert all(size == 1 or ours == its for size, ours, its in strides)
+            for path in tmp_path.glob("step-*6.safetensors"):
+                path.unlink()  # so that the second goes on at step 3
+    assert not run.step.model[3].weight.is_contiguous()
+    assert runs[0].model_sha256 == runs[1].model_sha256
+
+
 def test_a_users_own_data_set_is_known_again() -> None:
     """By three of its samples, seeded; samples that are never the same twice say nothing."""
 
@@ -187,6 +207,18 @@ def test_options_that_may_change_and_that_may_not() -> None:
             check_options(old, Config(virtual_workers=4, **changed))
     with pytest.raises(UsageError, match="--parts-at-once was 1, is 2"):
         check_options({**old, "reduce": "exact"}, Config(virtual_workers=4, reduce="exact", parts_at_once=2))
+
+
+def test_the_fast_step_matters_to_exact_bits_alone() -> None:
+    exact = {"reduce": "exact", "fast": "auto"}
+    check_options(exact, Config(reduce="exact", fast="on"))
+    check_options({"reduce": "fast", "fast": "on"}, Config(fast="off"))
+    with pytest.raises(UsageError, match="--fast was auto, is off"):
+        check_options(exact, Config(reduce="exact", fast="off"))
+    before = {"options": {"reduce": "exact"}, "task": "t", "data": "", "model": ""}  # made before there was the option
+    _check_identity(before, {**before, "options": {"reduce": "exact", "fast": "off"}})
+    with pytest.raises(UsageError, match="--fast was off, is auto"):
+        _check_identity(before, {**before, "options": exact})
 
 
 def test_a_part_of_one_sample_is_explained() -> None:

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from harness.processes import run_workers
 from harness.training import Trained, blobs, train_in
+from paceline.config import make_config
 from paceline.data.loaders import Arrays
 from paceline.dist.place import Place
 from paceline.dist.world import World, choose_device, world
 from paceline.errors import Diverged, UsageError, WorkersDisagree
-from paceline.training.loop import model_sha256
+from paceline.training.build import Run, build
+from paceline.training.loop import fit, model_sha256
 from paceline.training.run import train
 from paceline.training.task import Task, classify
 
@@ -288,3 +290,24 @@ def test_more_workers_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device(here, "gloo") == (torch.device("cuda", 1), "gloo")
     fits = Place(rank=1, local_rank=1, size=2, local_size=2, launcher="paceline")
     assert choose_device(fits, "auto") == (torch.device("cuda", 1), "nccl")
+
+
+def test_what_comes_before_the_first_step_can_be_stopped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are tried, recorded and compiled there: no mark of theirs may look as if a step were to be finished."""
+    phases: list[str] = []
+
+    class Watch:
+        stop = ""
+
+        def mark(self, step: int, phase: str) -> None:
+            phases.append(phase)
+
+    def prepare(run: Run, at: int) -> None:
+        run.step.mark(at, "forward")
+        phases.append("prepared")
+
+    monkeypatch.setattr("paceline.training.loop.fast.prepare", prepare)
+    with world() as here:
+        task = blobs()
+        fit(build(task, make_config(task.defaults, {"max_steps": 1}), here), (), watch=Watch())  # type: ignore[arg-type]
+    assert phases[:3] == ["loading", "prepared", "data"]

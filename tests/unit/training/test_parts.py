@@ -18,7 +18,7 @@ from paceline.data.sampler import Sampler
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.models.norms import PartNorm, SyncNorm, group_batch_norms
-from paceline.training.parts import Pass, Statistics, choose_grouping, deal_parts, plan_step
+from paceline.training.parts import Pass, Statistics, choose_grouping, deal_parts, plan_epoch, plan_step
 
 ALONE = World(
     rank=0,
@@ -100,6 +100,18 @@ def test_all_workers_passes_hold_every_sample_of_a_step_once(plan):
         visited = np.concatenate([item.samples for item in passes])
         assert sorted(visited) == sorted(order[bounds[0] : bounds[-1]])
         assert [part for item in passes if item.last for part in item.parts] == list(range(sampler.parts))
+
+
+@settings(deadline=None)
+@given(plans(), st.integers(0, 2))
+def test_an_epoch_is_its_steps(plan, first):
+    sampler, everyone, accumulate, one_pass = plan
+    order = sampler.order(2)
+    for groups in everyone:
+        for steps in (range(min(first, sampler.steps), sampler.steps), range(max(0, sampler.steps - first))):
+            planned = plan_epoch(sampler, order, steps, groups, accumulate, one_pass)
+            expected = [plan_step(sampler, order, step, groups, accumulate, one_pass) for step in steps]
+            assert [_plain(passes) for passes in planned] == [_plain(passes) for passes in expected]
 
 
 @settings(deadline=None)

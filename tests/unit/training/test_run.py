@@ -2,11 +2,14 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import paceline
 from harness.training import blobs
+from paceline.config import make_config
 from paceline.errors import UsageError
 from paceline.training.run import WorkerFailed, train
 
@@ -70,3 +73,13 @@ def test_what_resume_finds_is_said(runs: Path, capsys: pytest.CaptureFixture[str
     (runs / "x" / "result.json").write_text('{"status": "diverged"}')
     with pytest.raises(UsageError, match="diverged, and would do so again"):
         train("task.py", resume="x")
+
+
+def test_a_whole_config_goes_on_with_its_record(runs: Path) -> None:
+    """Its precision says auto; the record says what that came to."""
+    config = make_config({"epochs": 1, "model": "mlp:width=8", "train_samples": 200, "name": "a", "checkpoint_every": "2"})
+    paceline.train("fashion-mnist-mini", config)
+    (runs / "a" / "result.json").unlink()
+    again = paceline.train("fashion-mnist-mini", replace(config, resume="a", name=""))
+    assert again.status == "done"
+    assert again.record == "runs/a"

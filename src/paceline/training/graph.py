@@ -1,0 +1,174 @@
+"""CUDA graphs: work on tensors that is recorded once and replayed with one launch, and what rules that out; torch's compiler.
+
+A graph repeats what the GPU did, and nothing that Python did between its kernels. So work is watched once before it is
+recorded: whether it waits for the GPU, draws random numbers of the host's, or changes what a module or the objective holds.
+What is kept elsewhere, in a global or deeper within an object, cannot be seen.
+"""
+
+import inspect
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.data.loaders import Inputs, tensors_in
+
+Body = Callable[[list[Inputs]], Tensor]
+Function = TypeVar("Function", bound=Callable[..., Any])
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+class Graph:
+    """Some work on tensors, recorded once and replayed on others of the same shapes."""
+
+    def __init__(self, body: Body, inputs: list[Inputs]) -> None:
+        self._held = cast("list[Inputs]", _clone(inputs))
+        self._into = list(tensors_in(self._held))
+        self._last: list[tuple[Tensor, int] | None] = [None] * len(self._into)  # what was copied: an epoch's key only once
+        self._graph = torch.cuda.CUDAGraph()
+        try:
+            # thread_local: a DataLoader's thread may pin memory, and NCCL's look at its events, while this thread records.
+            with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                self._out = body(self._held)
+        except BaseException:
+            random_numbers = torch.cuda.default_generators[torch.cuda.current_device()]
+            random_numbers.graphsafe_set_state(random_numbers.clone_state())  # or it goes on believing that it is recorded
+            raise
+
+    def fits(self, inputs: list[Inputs]) -> bool:
+        """Whether these can take the place of those it was recorded with."""
+        given = list(tensors_in(inputs))
+        return len(given) == len(self._into) and all(
+            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(given, self._into, strict=True)
+        )
+
+    def __call__(self, inputs: list[Inputs]) -> Tensor:
+        """What the work gives for these; good until the next call."""
+        for i, tensor in enumerate(tensors_in(inputs)):
+            last = self._last[i]
+            if last is None or tensor is not last[0] or tensor._version != last[1]:
+                self._into[i].copy_(tensor)
+                self._last[i] = tensor, tensor._version
+        self._graph.replay()
+        return self._out
+
+
+@contextmanager
+def compiler() -> Iterator[Callable[[Function], Function]]:
+    """torch.compile, for functions that are first called in this block. What it compiles is kept for later runs; its processes
+    are not.
+    """
+    given, cache = os.environ.get(_CACHE), os.environ.get("XDG_CACHE_HOME")
+    with suppress(OSError, RuntimeError):  # no home, or none that can be written to: torch's own choice, under /tmp
+        folder = (Path(cache) if cache else Path.home() / ".cache") / "paceline" / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault(_CACHE, str(folder))  # which a node does not empty
+
+    def compile(function: Function) -> Function:
+        # fallback_random: dropout draws what the plain function would have drawn.
+        return cast(Function, torch.compile(function, dynamic=False, options={"fallback_random": True}))
+
+    try:
+        yield compile
+    finally:
+        from torch._inductor.async_compile import shutdown_compile_workers  # not at the top: 1 s, for those who compile nothing
+
+        shutdown_compile_workers()
+        if given is None:
+            os.environ.pop(_CACHE, None)
+
+
+def watch(body: Body, inputs: list[Inputs], model: nn.Module, objective: Any) -> tuple[Tensor, str]:
+    """Do the work; returns its result and what in it a graph could not repeat, or ""."""
+    before = _host_state(model, objective)
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            out = body(inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = next((w for w in caught if "synchronizing CUDA operation" in str(w.message)), None)
+    return out, _obstacle(inputs, waits) or _change(before, _host_state(model, objective))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in short."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+
+
+def _obstacle(inputs: list[Inputs], waits: warnings.WarningMessage | None) -> str:
+    odd = next((type(leaf).__name__ for leaf in _leaves(inputs) if not isinstance(leaf, Tensor | None)), None)
+    if odd is not None:
+        return f"a batch holds a {odd}, which a graph could not be told"
+    if any(leaf.device.type != "cuda" for leaf in tensors_in(inputs)):
+        return "a batch holds a tensor that is not on the GPU"
+    return "" if waits is None else f"{Path(waits.filename).name}, line {waits.lineno}, waits for the GPU"
+
+
+def _change(before: dict[str, Any], after: dict[str, Any]) -> str:
+    changed = next((what for what, state in after.items() if state != before.get(what)), None)
+    return "" if changed is None else f"a step changes {changed}, which a graph would not"
+
+
+def _host_state(model: nn.Module, objective: Any) -> dict[str, Any]:
+    """What a step may change beside tensors on the GPU, as far as one can look: in modules, and in what the objective holds."""
+    _, keys, position, *_ = np.random.get_state()
+    state: dict[str, Any] = {
+        "the state of Python's random numbers": random.getstate(),
+        "the state of numpy's random numbers": (np.asarray(keys).tobytes(), position),
+        "the state of torch's random numbers on the CPU": torch.get_rng_state().numpy().tobytes(),
+    }
+    held = {path or "the model": vars(module) for path, module in model.named_modules()}
+    held["the objective"] = dict(getattr(objective, "__dict__", {}))
+    if inspect.isfunction(objective):
+        held["the objective"] |= inspect.getclosurevars(objective).nonlocals
+    for where, values in held.items():
+        state |= {f"{where}.{name}": _reading(value) for name, value in values.items() if not name.startswith("_")}
+    return state
+
+
+def _reading(value: Any) -> Any:
+    """Something that differs when the value has changed; None where that cannot be known."""
+    match value:
+        case bool() | int() | float() | str():
+            return value
+        case np.random.Generator():
+            return str(value.bit_generator.state)
+        case random.Random():
+            return value.getstate()
+        case torch.Generator():
+            return value.get_state().cpu().numpy().tobytes()
+        case Tensor() if value.device.type == "cpu":
+            return id(value), value._version
+        case list() | tuple() | dict() | set() if len(value) < 1000:
+            return [_reading(each) for each in (value.values() if isinstance(value, dict) else value)]
+    return None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_clone, value))
+    if isinstance(value, tuple | list):
+        return (list if isinstance(value, list) else tuple)(_clone(item) for item in value)
+    return {name: _clone(item) for name, item in value.items()} if isinstance(value, dict) else value

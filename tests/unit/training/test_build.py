@@ -1,0 +1,120 @@
+"""What a run is put together from: precision, layout."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.processes import run_workers
+from harness.training import blobs, train_in
+from paceline.config import make_config
+from paceline.dist.world import World, world
+from paceline.training import build as build_module
+from paceline.training import tasks
+from paceline.training.build import _has_amx, build, choose_precision, suits_channels_last
+
+
+def test_precision_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with world() as here:
+        assert [choose_precision(asked, here) for asked in ("fp32", "bf16")] == ["fp32", "bf16"]
+        for has, chosen in ((True, "bf16"), (False, "fp32")):
+            monkeypatch.setattr("paceline.training.build._has_amx", lambda has=has: has)
+            assert choose_precision("auto", here) == chosen
+
+
+def one_has_amx(here: World) -> str:
+    build_module._has_amx = lambda: here.rank == 0
+    return choose_precision("auto", here)
+
+
+def test_all_workers_have_one_precision() -> None:
+    assert run_workers(one_has_amx, 2) == ["fp32", "fp32"]
+
+
+def test_a_cpu_that_multiplies_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("flags : fpu avx512f avx512_bf16\n")
+    new.write_text("flags : fpu avx512f amx_bf16 amx_tile\n")
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    assert [_has_amx(path) for path in (old, new, tmp_path / "none")] == [False, True, False]
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    assert not _has_amx(new)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "all")
+    assert _has_amx(new)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"fast": "off"}, False),
+        ({"model": "mlp"}, False),
+        ({"virtual_workers": 2}, False),
+        ({"virtual_workers": 2, "parts_at_once": 1}, True),
+        ({"model": "cnn:width=4,norm=part"}, False),
+        ({"global_batch": 7}, False),
+        ({"global_batch": 28, "accumulate": 4}, False),
+    ],
+)
+def test_where_channels_come_last(options: dict[str, Any], expected: bool) -> None:
+    with world() as here:
+        run = build(*tasks.resolve("fashion-mnist-mini", {"model": "cnn:width=4", "global_batch": 64, **options}), here)
+    convs = [module for module in run.step.model.modules() if isinstance(module, nn.Conv2d)]
+    assert all(conv.weight.is_contiguous(memory_format=torch.channels_last) for conv in convs[1:]) == (expected or not convs)
+    assert suits_channels_last(run.step.model, run.config, run.sampler.global_batch // run.sampler.parts) == expected
+
+
+def test_the_layout_changes_nothing_but_rounding() -> None:
+    options = {"model": "resnet:depth=8,width=4", "max_steps": 4, "global_batch": 16, "log_every": 1}
+    with world() as here:
+        plain, fast = (train_in(here, *_task({**options, "fast": mode})) for mode in ("off", "auto"))
+    losses = [[row["loss"] for row in trained.watcher.steps] for trained in (plain, fast)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert plain.result.model_sha256 != fast.result.model_sha256  # or nothing was tested
+
+
+class Flattens(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.conv, self.linear, self.how = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(4 * 28 * 28, 10), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        return self.linear(x.view(x.size(0), -1) if self.how == "view" else x.flatten(1))
+
+
+@pytest.mark.parametrize("how", ["view", "flatten"])
+def test_a_net_that_needs_the_usual_layout_keeps_it(how: str) -> None:
+    task, _ = tasks.resolve("fashion-mnist-mini", {})
+    with world() as here:
+        task = replace(task, model=lambda: Flattens(how))
+        trained = train_in(here, task, {"max_steps": 2, "global_batch": 16})
+    assert trained.result.steps == 2
+    assert [note[:38] for note in trained.watcher.notes] == ["convolutions keep torch's usual layout"] * (how == "view")
+
+
+class Grows(nn.Module):
+    """A layer that takes part from the second pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.later, self.passes = nn.Linear(5, 3), nn.Linear(5, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return self.first(x) + self.later(x) if self.passes > 2 else self.first(x)
+
+
+def test_a_parameter_whose_gradient_comes_late() -> None:
+    with world() as here:
+        trained = train_in(here, replace(blobs(), model=Grows), {"max_steps": 5})
+    assert trained.result.steps == 5
+
+
+def _task(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    task, config = tasks.resolve("fashion-mnist-mini", options)
+    assert config == make_config(vars(config))
+    return task, vars(config)
