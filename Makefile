@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: help setup demo test check format bench soak clean
+.PHONY: help setup demo test check format bench bench-gpu soak clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,10 +33,19 @@ format: setup  ## rewrite files to house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## measure workers, exact sums and checkpoints; rewrites bench/results
+bench: setup  ## measure on CPUs: workers, exact sums, checkpoints, start-up, growth; rewrites bench/results, 30 minutes
 	$(BIN)/python bench/workers.py
 	$(BIN)/python bench/reduce.py
 	$(BIN)/python bench/checkpoint.py
+	$(BIN)/python bench/overhead.py --batch 128 --out bench/results/overhead_cpu.json
+	$(BIN)/python bench/startup.py
+	$(BIN)/python bench/growth.py
+
+bench-gpu: setup  ## measure on a GPU: peers, overhead, limit, time to 94%; rewrites bench/results, 20 minutes
+	$(BIN)/python bench/peers.py --device cuda --workers 1 --paceline-flags "--fast on" --out bench/results/peers_gpu.json
+	$(BIN)/python bench/overhead.py
+	$(BIN)/python bench/limit.py
+	$(BIN)/python bench/speedrun.py
 
 soak: setup  ## kill a run 50 times and compare it with one left alone, about 10 minutes; rewrites bench/results/soak.json
 	$(BIN)/python bench/soak.py

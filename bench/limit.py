@@ -1,0 +1,361 @@
+"""What the device allows for a model, and how far each part of Paceline's own training step is from it.
+
+    python bench/limit.py [--model wide_resnet] [--batch 128 1024] [--out bench/results/limit.json]
+
+Ceilings, measured here: bytes/s of a large copy (read + written) and flop/s of a large bf16 matrix product of random numbers.
+An operation's floor is max(flops / rate, bytes / bandwidth); a part's floor is the sum over its operations. What counts as the
+fewest bytes, activations as bf16, weights, their gradients and momentum as fp32:
+
+    convolution, linear   forward: input, weight -> output; input gradient: grad, weight -> grad (not for the model's own
+                          input); weight gradient: input, grad -> grad. 2 flops a multiplication in each of the three
+    norm and its ReLU     forward: input twice (statistics, then normalise) -> output; backward: input and grad twice -> grad
+    residual add          forward: two -> one; backward: one more read, where the gradients of both paths meet
+    all else              forward: input -> output; backward: the same again
+    optimizer             weight, grad, momentum -> weight, momentum
+
+No operation is fused with its neighbours but a norm with its ReLU, and everything comes from memory: what a compiler fuses, or
+the cache keeps (a batch of 128 may fit), can beat this floor.
+Loading the batch, the loss and casts of weights have no floor. Kernel times: torch.profiler over a few steps in the middle of
+the last epoch. The step's time: epochs before it, without the profiler. `gap`: that time less all kernels'.
+"""
+
+import argparse
+import dataclasses
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # before torch: a profiler that leaves CUPTI and comes back does not get along with CUDA graphs
+    os.environ.update(TEARDOWN_CUPTI="0", DISABLE_CUPTI_LAZY_REINIT="1")
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from measurement import spread, write
+from paceline import models
+from paceline.config import Config
+from paceline.data.loaders import Arrays
+from paceline.dist.world import World, world
+from paceline.training import tasks
+from paceline.training.build import Run, build
+from paceline.training.loop import fit
+from paceline.training.task import Task
+
+EPOCHS, PROFILED = 7, 10  # epochs: one of warm-up, five to time, one with some steps profiled
+PROBE = 7  # samples of the pass that shapes are read from: no layer has so many outputs
+FORWARD, INPUT_GRADS, WEIGHT_GRADS = "forward convolutions", "input gradients", "weight gradients"
+POINTWISE, MATMUL, OPTIMIZER = "norm, ReLU and other elementwise", "matrix products", "optimizer"
+COPIES, COLLECTIVES, OTHER = "copies and layout", "collectives", "other"
+PARTS = (FORWARD, INPUT_GRADS, WEIGHT_GRADS, POINTWISE, MATMUL, OPTIMIZER, COPIES, COLLECTIVES, OTHER)
+NAMES = (  # the first that a kernel's whole name contains, in lower case
+    ("nccl", COLLECTIVES),
+    ("memcpy", COPIES),
+    ("memset", COPIES),
+    ("tonhwckernel", COPIES),
+    ("tonchwkernel", COPIES),
+    ("multi_tensor_apply", OPTIMIZER),
+    ("triton_for_", OPTIMIZER),  # a compiled optimizer's
+    ("triton_", POINTWISE),  # before the next: a fused one may be called after a convolution's backward pass
+    ("at::native", POINTWISE),
+    ("at_cuda_detail", POINTWISE),
+    ("wgrad", WEIGHT_GRADS),
+    ("reducesplitk", WEIGHT_GRADS),  # cudnn's second half of one
+    ("dgrad", INPUT_GRADS),
+    ("fprop", FORWARD),
+    ("convolve", FORWARD),
+    ("conv2d", FORWARD),
+    ("winograd", FORWARD),
+    ("bn_fw", POINTWISE),
+    ("bn_bw", POINTWISE),
+    ("nvjet", MATMUL),
+    ("gemm", MATMUL),
+    ("gemv", MATMUL),
+    ("splitkreduce", MATMUL),
+    ("cublas", MATMUL),
+    ("cutlass", MATMUL),
+    ("elementwise", POINTWISE),
+    ("softmax", POINTWISE),
+)
+
+
+def main() -> None:
+    """Measure, print and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="wide_resnet")
+    parser.add_argument("--batch", type=int, nargs="+", default=[128, 1024])
+    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "limit.json"))
+    args = parser.parse_args()
+    with world() as here:
+        if here.device.type == "cuda":
+            # There before a CUDA graph is captured, or it may miss the graph's kernels.
+            with profile(activities=[ProfilerActivity.CUDA]):
+                torch.zeros(1, device=here.device)
+        result = {
+            "what": "microseconds of a training step's parts on one device, against the fewest that its ceilings allow",
+            "device": torch.cuda.get_device_name() if here.device.type == "cuda" else "CPU",
+            "model": args.model,
+            "ceilings": ceilings(here.device),
+        }
+        print(result["ceilings"], flush=True)
+        operations = count_operations(args.model)
+        result["by_batch"] = {}
+        for batch in args.batch:
+            result["by_batch"][str(batch)] = measure(here, args.model, batch, operations, result)
+            write(args.out, result)
+    print(table(result))
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    lines = []
+    for batch, found in result["by_batch"].items():
+        lines += [f"{result['model']}, batch {batch}, {found['precision']}, {result['device']}:", ""]
+        lines += ["| part | measured us | floor us | times the floor |", "|---|---|---|---|"]
+        for part, row in found["parts"].items():
+            floor = f"{row['floor_us']:,.0f} | {row['times']:.2f}" if row["times"] else f"{row['floor_us']:,.0f} | -"
+            lines.append(f"| {part} | {row['measured_us']:,.0f} | {floor} |")
+        step, floor = found["step_us"]["median"], found["floor_us"]
+        lines.append(f"| gap: the step less its kernels | {found['gap_us']:,.0f} | 0 | - |")
+        lines.append(f"| **whole step** | {step:,.0f} | {floor:,.0f} | {step / floor:.2f} |")
+        lines.append(f"| **images/s** | {found['images_per_s']:,.0f} | {found['images_per_s_at_floor']:,.0f} | |")
+        lines += ["", "The largest single costs:", ""]
+        for row in found["largest"]:
+            lines.append(f"- {row['us']:,.0f} us, {row['share']:.1%} of the step, {row['part']}: `{row['kernel']}`")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """What the device does at its best: bytes/s copied (read + written), and flop/s."""
+    on_gpu = device.type == "cuda"
+    count, side = (1 << 30, 8192) if on_gpu else (64 << 20, 1024)
+
+    source = torch.randint(0, 256, (count,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    bandwidth = 2 * count / _seconds(lambda: target.copy_(source), device)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    rate = 2 * side**3 / _seconds(lambda: torch.mm(left, right, out=product), device)
+    return {"copy_bytes_per_s": bandwidth, "matrix_flops_per_s": rate}
+
+
+def _seconds(work: Callable[[], Any], device: torch.device, rounds: int = 9, times: int = 20) -> float:
+    """Of one call: the median over rounds of many, after one of warm-up."""
+    found = []
+    for _ in range(rounds + 1):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(10_000_000)  # about 5 ms, while the calls queue up: it is the device that is timed
+            begin.record()
+            for _ in range(times):
+                work()
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end) / 1e3 / times)
+        else:
+            start = time.perf_counter()
+            for _ in range(times):
+                work()
+            found.append((time.perf_counter() - start) / times)
+    return statistics.median(found[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation of a step: its flops and bytes a sample, and the bytes that do not depend on the batch."""
+
+    part: str
+    flops: float
+    sample_bytes: float
+    fixed_bytes: float = 0.0
+
+    def floor_s(self, batch: int, rate: float, bandwidth: float) -> float:
+        return max(self.flops * batch / rate, (self.sample_bytes * batch + self.fixed_bytes) / bandwidth)
+
+
+def count_operations(spec: str) -> list[Operation]:
+    """Those of a training step, from the operations that one small forward pass on the CPU runs."""
+    model = models.build(spec, in_channels=1, image_size=28, classes=10).train()
+    inputs = torch.randn(PROBE, 1, 28, 28)
+    with torch.no_grad(), _Counting(inputs) as counting:
+        model(inputs)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return [*counting.operations, Operation(OPTIMIZER, 0, 0, 5 * 4 * parameters)]
+
+
+class _Counting(TorchDispatchMode):
+    """Sees every operation, modules' and functions' alike, and notes it with its backward pass."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self._inputs = inputs
+        self._normed: set[int] = set()
+        self._kept: list[Any] = []  # or memory would be used again, and an address stand for two tensors
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._kept.append(result)
+        output = result[0] if isinstance(result, tuple) else result
+        read = [each for each in args if isinstance(each, Tensor) and _per_sample(each)]
+        if read and _per_sample(output) and not func.is_view:
+            self._note(func.overloadpacket.__name__, args, read, output)
+        return result
+
+    def _note(self, name: str, args: tuple[Any, ...], read: list[Tensor], output: Tensor) -> None:
+        x, y = 2 * read[0].numel() / PROBE, 2 * output.numel() / PROBE  # bytes a sample, as bf16
+        more = self.operations.append
+        if name in ("convolution", "addmm", "mm"):
+            weight = args[2] if name == "addmm" else args[1]  # a linear layer's comes transposed
+            flops = output.numel() / PROBE * 2 * (weight[0].numel() if name == "convolution" else len(weight))
+            parts = (FORWARD, WEIGHT_GRADS, INPUT_GRADS) if name == "convolution" else (MATMUL,) * 3
+            first = read[0].data_ptr() == self._inputs.data_ptr()  # nobody asks for the images' gradient
+            for part in parts[:2] if first else parts:
+                more(Operation(part, flops, x + y, 4 * weight.numel()))
+        elif "norm" in name:
+            self._normed.add(output.data_ptr())
+            more(Operation(POINTWISE, 0, 2 * x + y))
+            more(Operation(POINTWISE, 0, 2 * (x + y) + x))
+        elif name in ("relu", "relu_") and read[0].data_ptr() in self._normed:
+            pass  # part of the norm
+        elif name in ("add", "add_"):
+            more(Operation(POINTWISE, 0, len(read) * x + y))
+            more(Operation(POINTWISE, 0, y))
+        else:
+            more(Operation(POINTWISE, 0, x + y))
+            more(Operation(POINTWISE, 0, x + y))
+
+
+def _per_sample(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == PROBE
+
+
+def measure(here: World, model: str, batch: int, operations: list[Operation], result: dict[str, Any]) -> dict[str, Any]:
+    """One batch size: the step's time, its kernels by part, and the floors."""
+    run = build(*_task(here, model, batch), here)
+    watcher = Watcher(run)
+    fit(run, (watcher,))
+    speeds, kernels = watcher.speeds[1:-1], watcher.kernels()
+    rate, memory = (result["ceilings"][f"{name}_per_s"] for name in ("matrix_flops", "copy_bytes"))
+    floors: Counter[str] = Counter()
+    for operation in operations:
+        floors[operation.part] += 1e6 * operation.floor_s(batch, rate, memory)
+    measured: Counter[str] = Counter()
+    for name, us in kernels.items():
+        measured[watcher.part_of(name)] += us
+    step_us = spread([1e6 * batch / speed for speed in speeds])
+    step, floor = step_us["median"], sum(floors.values())
+    in_order = [part for part in PARTS if measured[part] or floors[part]] + [part for part in measured if part not in PARTS]
+    return {
+        "precision": run.config.precision,
+        "fast": getattr(run.config, "fast", "no such option"),
+        "n": len(speeds),
+        "step_us": step_us,
+        "floor_us": round(floor, 3),
+        "flops": batch * sum(each.flops for each in operations),
+        "bytes": sum(batch * each.sample_bytes + each.fixed_bytes for each in operations),
+        "images_per_s": 1e6 * batch / step,
+        "images_per_s_at_floor": 1e6 * batch / floor,
+        "gap_us": round(step - sum(measured.values()), 3),
+        "parts": {part: _row(measured[part], floors[part]) for part in in_order},
+        "profiled_steps": PROFILED,
+        "largest": [
+            {"kernel": _shorten(name), "part": watcher.part_of(name), "us": round(us, 3), "share": round(us / step, 4)}
+            for name, us in kernels.most_common(3)
+        ],
+        "kernels": {name[:300]: round(us, 3) for name, us in kernels.most_common(40)},
+    }
+
+
+def _task(here: World, model: str, batch: int) -> tuple[Task, Config]:
+    """The mini set, repeated to an epoch of equal steps: 50 or more, so that what an epoch costs by itself hardly counts."""
+    on_gpu = here.device.type == "cuda"
+    options: dict[str, Any] = {"model": model, "global_batch": batch, "epochs": EPOCHS, "check_every": 0}
+    options["precision"] = "bf16" if on_gpu else "fp32"
+    if on_gpu and "fast" in {field.name for field in dataclasses.fields(Config)}:
+        options["fast"] = "on"
+    task, config = tasks.resolve("fashion-mnist-mini", options)
+    samples = batch * (max(50, 25_600 // batch) if on_gpu else 2 * PROFILED)
+    data = task.train()
+    assert isinstance(data, Arrays)
+    repeated = Arrays(tuple(tensor[torch.arange(samples) % len(tensor)] for tensor in data.tensors))
+    return dataclasses.replace(task, train=lambda: repeated), config
+
+
+class Watcher:
+    """Sees each epoch's speed as an observer and, told by the step where it is, profiles some in the middle of the last."""
+
+    def __init__(self, run: Run) -> None:
+        self.speeds: list[float] = []
+        self._on_gpu = run.world.device.type == "cuda"
+        self._first = run.sampler.steps * EPOCHS - run.sampler.steps // 2 - PROFILED // 2
+        self._profile = profile(activities=[ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU])
+        self._running = False
+        run.step.mark = self.mark
+
+    def mark(self, step: int, phase: str) -> None:
+        wanted = self._first <= step < self._first + PROFILED
+        if wanted == self._running:
+            return
+        if self._on_gpu:
+            torch.cuda.synchronize()  # no kernel of the steps before or after
+        (self._profile.start if wanted else self._profile.stop)()
+        self._running = wanted
+
+    def kernels(self) -> Counter[str]:
+        """Microseconds a step of every kernel; on a CPU, of every operation by itself."""
+        found: Counter[str] = Counter()
+        if self._on_gpu:
+            for event in self._profile.events():
+                annotation = getattr(event, "is_user_annotation", False) or event.name.endswith(" Sync")
+                if event.device_type == DeviceType.CUDA and not annotation:
+                    found[event.name] += event.device_time_total / PROFILED
+        else:
+            every = Counter({each.key: each.self_cpu_time_total / PROFILED for each in self._profile.key_averages()})
+            found.update(dict(every.most_common(8)))
+            found["all other operations"] = every.total() - found.total()
+        return found
+
+    def part_of(self, name: str) -> str:
+        """The part a kernel belongs to; on a CPU every operation is its own."""
+        if not self._on_gpu:
+            return name
+        return next((part for piece, part in NAMES if piece in name.lower()), OTHER)
+
+    def epoch(self, row: Any) -> None:
+        self.speeds.append(row["samples_per_s"])
+        print(f"epoch {row['epoch']}: {row['samples_per_s']:,.0f} images/s", flush=True)
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def start(self, contract: Any) -> None:
+        print("; ".join(text for what, text in contract.lines() if what in ("model", "global batch", "device")), flush=True)
+
+    def step(self, row: Any) -> None:
+        pass
+
+    def end(self, result: Any, model: Any) -> None:
+        pass
+
+
+def _row(measured_us: float, floor_us: float) -> dict[str, float | None]:
+    times = round(measured_us / floor_us, 3) if measured_us and floor_us else None
+    return {"measured_us": round(measured_us, 3), "floor_us": round(floor_us, 3), "times": times}
+
+
+def _shorten(kernel: str) -> str:
+    """Without template arguments, at most 80 characters."""
+    return kernel.removeprefix("void ").partition("<")[0][:80]
+
+
+if __name__ == "__main__":
+    main()
