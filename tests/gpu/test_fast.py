@@ -171,7 +171,7 @@ def test_dropout_in_several_passes_is_said(here: World) -> None:
 
 
 def test_a_failed_capture_leaves_the_gpu_usable(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "watch", lambda body, inputs, model: (body(inputs), ""))  # as if nothing had been seen
+    monkeypatch.setattr(fast, "watch", lambda body, inputs, model, objective: (body(inputs), ""))  # as if nothing had been seen
     trained = train_in(here, blobs(200, objective=waits, dropout=0.5), {"epochs": 2, "reference_batch": 20})
     assert note(trained).startswith("the step is not captured")
     assert trained.result.status == "done"

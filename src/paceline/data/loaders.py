@@ -75,15 +75,30 @@ class Arrays:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a tree of tuples, lists and dicts, in order."""
-    if isinstance(value, Tensor):
+def leaves(value: Any) -> Iterator[Any]:
+    """What a tree of tuples, lists and dicts holds, in order."""
+    if isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from leaves(item)
+    else:
         yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(tuple(value.values()))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors among its leaves."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same tree with `function` of every tensor in its place."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: map_tensors(function, item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [map_tensors(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a NamedTuple keeps its names
+    return value
 
 
 def _nothing(i: int) -> None:
@@ -187,6 +202,9 @@ class Streaming(Loader):
     def make(self, inputs: Inputs) -> Batch:
         return self._prepare.then(*inputs) if self._prepare.later else inputs
 
+    def _copy(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
     def _copy_ahead(self, batches: Iterator[tuple[Batch, np.ndarray]]) -> Iterator[tuple[Batch, Tensor]]:
         if self._device.type != "cuda":
             for batch, samples in batches:
@@ -196,7 +214,7 @@ class Streaming(Loader):
         ready: tuple[Batch, Tensor] | None = None
         for batch, samples in batches:
             with torch.cuda.stream(stream):
-                coming = _to((batch, torch.from_numpy(samples)), self._device)
+                coming = map_tensors(self._copy, (batch, torch.from_numpy(samples)))
             if ready is not None:
                 yield ready
             torch.cuda.current_stream(self._device).wait_stream(stream)
@@ -274,16 +292,6 @@ def _collate(items: Any) -> Any:
     """A tuple of tensors for a Dataset of tuples; a dict of them for a Dataset of dicts."""
     batch = items if isinstance(items, tuple) else default_collate(items)
     return tuple(batch) if isinstance(batch, list) else batch
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, tuple | list):
-        return tuple(_to(item, device) for item in value)
-    if isinstance(value, dict):
-        return {name: _to(item, device) for name, item in value.items()}
-    return value
 
 
 def _fits(data: Arrays, device: torch.device) -> bool:

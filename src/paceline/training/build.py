@@ -24,7 +24,7 @@ from paceline.models.norms import PartNorm, group_batch_norms
 from paceline.optim import make_optimizer
 from paceline.training.contract import Contract, make_contract, plan_run
 from paceline.training.exact import same_bits
-from paceline.training.parts import Grouping, choose_grouping, deal_parts
+from paceline.training.parts import Grouping, Pass, choose_grouping, deal_parts, plan_epoch
 from paceline.training.step import Step
 from paceline.training.task import Task
 
@@ -50,6 +50,15 @@ class Run:
     contract: Contract
     notes: tuple[str, ...] = ()
     """What the user should know before the first step."""
+
+    def plan(self, epoch: int, steps: range) -> list[list[Pass]]:
+        """This worker's passes in these steps of an epoch."""
+        order, groups = self.sampler.order(epoch), self.step.groups
+        return plan_epoch(self.sampler, order, steps, groups, self.config.accumulate, self.grouping.one_pass)
+
+    def seed(self, step: int, item: Pass) -> None:
+        """Seed what a pass may draw: by the step and the part, never by the rank (law 3)."""
+        seed_all(key(self.config.seed, step, item.parts[0], item.micro), self.world.device)
 
 
 def build(task: Task, config: Config, world: World) -> Run:

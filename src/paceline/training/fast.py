@@ -20,13 +20,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paceline.data.keys import key, seed_all
 from paceline.data.loaders import Inputs
 from paceline.dist.agree import agreed
 from paceline.errors import PacelineError
 from paceline.training.build import Run
 from paceline.training.graph import Body, Graph, compiler, first_line, watch
-from paceline.training.parts import Pass, plan_epoch
+from paceline.training.parts import Pass
 from paceline.training.step import Captured, Loss, Step
 
 COMPILE_PAYS_S = 180.0
@@ -111,15 +110,11 @@ class _Trials:
     def _case(self, number: int) -> _Case:
         """A step of this epoch, with its inputs as the loop would have them."""
         run, sampler = self.run, self.run.sampler
-        steps, order = range(number, number + 1), sampler.order(self.epoch)
-        (passes,) = plan_epoch(sampler, order, steps, run.step.groups, run.config.accumulate, run.grouping.one_pass)
-
-        def seed(i: int) -> None:
-            seed_all(key(run.config.seed, self.at, passes[i].parts[0], passes[i].micro), run.world.device)
-
-        inputs = list(run.train.inputs([item.samples for item in passes], self.epoch, seed))
+        (passes,) = run.plan(self.epoch, range(number, number + 1))
+        plan = [item.samples for item in passes]
+        inputs = list(run.train.inputs(plan, self.epoch, lambda i: run.seed(self.at, passes[i])))
         samples = int(sampler.step_bounds[number + 1] - sampler.step_bounds[number])
-        return _Case(passes, inputs, samples, partial(seed, 0))
+        return _Case(passes, inputs, samples, partial(run.seed, self.at, passes[0]))
 
     def _body(self, case: _Case, loss: Loss | None = None) -> Body:
         return lambda inputs: self.step.run(iter(inputs), case.passes, case.samples, loss)
@@ -173,23 +168,17 @@ class _Trials:
         """The same for the compiled step."""
         self.step.say("compiling the step: about 20 s the first time, less in later runs")
         loss, why = self.step.loss, ""
-        self.step.statistics.use(case.passes[0])
         try:
             with compiler() as compiled:
                 loss = compiled(self.step.loss)
-                # Alone: a worker whose compiler fails must not leave the others in a collective.
-                self.step.dry_run(case.inputs[0], len(case.passes[0].samples) / case.samples, loss)
+                for _ in range(2):  # the first compiles and tunes
+                    self.step.dry_run(case.inputs, case.passes, case.samples, loss)
         except Exception as error:  # whatever the compiler trips over: the plain step is there
             why = f"{type(error).__name__}: {first_line(error)}"
         self.step.forget()
         self.kept.put_back()
         why = agreed(self.run.world, why)
-        if why:
-            return None, why
-        with compiler():
-            for _ in range(_warm_ups(self.run)):
-                self._outcome(self._body(case, loss)(case.inputs))
-        return self._record(case, expected, loss)
+        return (None, why) if why else self._record(case, expected, loss)
 
     def _is_long(self, case: _Case, graph: Graph) -> bool:
         """Whether so much training is left that compiling pays, by rank 0's clock."""

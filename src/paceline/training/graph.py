@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.data.loaders import Inputs, tensors_in
+from paceline.data.loaders import Inputs, leaves, map_tensors, tensors_in
 
 Body = Callable[[list[Inputs]], Tensor]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -29,7 +29,7 @@ class Graph:
     """Some work on tensors, recorded once and replayed on others of the same shapes."""
 
     def __init__(self, body: Body, inputs: list[Inputs]) -> None:
-        self._held = cast("list[Inputs]", _clone(inputs))
+        self._held = cast("list[Inputs]", map_tensors(Tensor.clone, inputs))
         self._into = list(tensors_in(self._held))
         self._last: list[tuple[Tensor, int] | None] = [None] * len(self._into)  # what was copied: an epoch's key only once
         self._graph = torch.cuda.CUDAGraph()
@@ -106,7 +106,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _obstacle(inputs: list[Inputs], waits: warnings.WarningMessage | None) -> str:
-    odd = next((type(leaf).__name__ for leaf in _leaves(inputs) if not isinstance(leaf, Tensor | None)), None)
+    odd = next((type(leaf).__name__ for leaf in leaves(inputs) if not isinstance(leaf, Tensor | None)), None)
     if odd is not None:
         return f"a batch holds a {odd}, which a graph could not be told"
     if any(leaf.device.type != "cuda" for leaf in tensors_in(inputs)):
@@ -152,23 +152,3 @@ def _reading(value: Any) -> Any:
         case list() | tuple() | dict() | set() if len(value) < 1000:
             return [_reading(each) for each in (value.values() if isinstance(value, dict) else value)]
     return None
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
-
-
-def _clone(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_clone, value))
-    if isinstance(value, tuple | list):
-        return (list if isinstance(value, list) else tuple)(_clone(item) for item in value)
-    return {name: _clone(item) for name, item in value.items()} if isinstance(value, dict) else value

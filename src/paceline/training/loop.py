@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from paceline.data.keys import key, seed_all
 from paceline.dist.agree import check_agreement
 from paceline.dist.watch import Watch
 from paceline.errors import Diverged, PacelineError, Stopped, UsageError
@@ -21,7 +20,7 @@ from paceline.training.evaluate import Validation
 from paceline.training.exact import same_bits
 from paceline.training.keeper import Keeper, Progress
 from paceline.training.observers import Observer, Result
-from paceline.training.parts import Pass, plan_epoch
+from paceline.training.parts import Pass
 from paceline.training.step import Meter
 
 
@@ -133,11 +132,7 @@ class _Fit:
         plan = self._plan(epoch, progress.step - first)
         flat = [(first + i, item) for i, passes in enumerate(plan, progress.step - first) for item in passes]
 
-        def seed(number: int) -> None:
-            step, item = flat[number]
-            seed_all(key(config.seed, step, item.parts[0], item.micro), run.world.device)
-
-        inputs = run.train.inputs([item.samples for _, item in flat], epoch, seed)
+        inputs = run.train.inputs([item.samples for _, item in flat], epoch, lambda number: run.seed(*flat[number]))
         run.step.model.train()
         for passes in plan:
             i = progress.step - first
@@ -168,9 +163,7 @@ class _Fit:
         planned, passes = self._ahead
         if planned == epoch:
             return passes
-        sampler, step, config = self.run.sampler, self.run.step, self.run.config
-        steps = range(done, self._steps(epoch))
-        return plan_epoch(sampler, sampler.order(epoch), steps, step.groups, config.accumulate, self.run.grouping.one_pass)
+        return self.run.plan(epoch, range(done, self._steps(epoch)))
 
     def _wishes(self) -> tuple[bool, bool]:
         """To write a checkpoint; to stop."""

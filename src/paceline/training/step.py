@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.config import Config
-from paceline.data.loaders import Batch, Inputs, Loader
+from paceline.data.loaders import Batch, Inputs, Loader, map_tensors
 from paceline.dist.reduce import ExactReducer
 from paceline.dist.world import World
 from paceline.errors import UsageError
@@ -122,8 +122,8 @@ class Step:
             given = next(inputs)
             self.mark(self.now, "forward")
             self.statistics.use(item)
-            with nullcontext() if final or self._wrapped is self._carrier else self._wrapped.no_sync():
-                share, wish = len(item.samples) * self._scale / step_samples, self._wish if final else None
+            with nullcontext() if final else self._apart():
+                share, wish = self._terms(item, step_samples, final)
                 if loss is not None:
                     total = loss(given, share, wish)
                 else:
@@ -141,10 +141,14 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         return self._carrier.unload()
 
-    def dry_run(self, given: Inputs, share: float, loss: Loss) -> None:
-        """Forward and backward of one pass, by this worker alone; nothing but running statistics changes."""
-        with nullcontext() if self._wrapped is self._carrier else self._wrapped.no_sync():
-            loss(given, share, self._wish).backward()  # type: ignore[no-untyped-call]
+    def dry_run(self, inputs: Sequence[Inputs], passes: Sequence[Pass], step_samples: int, loss: Loss) -> None:
+        """All forward and backward passes, by this worker alone: one that fails leaves nobody in a collective. Nothing but
+        running statistics changes.
+        """
+        for given, item in zip(inputs, passes, strict=True):
+            self.statistics.use(item)
+            with self._apart():
+                loss(given, *self._terms(item, step_samples, item is passes[-1])).backward()  # type: ignore[no-untyped-call]
         self.forget()
 
     def forget(self) -> None:
@@ -158,6 +162,14 @@ class Step:
         with autocast(self.config, self.world):
             values = self.objective(self._view, self._make(given))
         return self._weigh(values, share, wish)
+
+    def _apart(self) -> Any:
+        """Gradients stay on this worker."""
+        return nullcontext() if self._wrapped is self._carrier else self._wrapped.no_sync()
+
+    def _terms(self, item: Pass, step_samples: int, final: bool) -> tuple[float, Tensor | None]:
+        """What a pass's mean loss counts for, and the wishes, which travel with the step's last."""
+        return len(item.samples) * self._scale / step_samples, self._wish if final else None
 
     def _weigh(self, values: dict[str, Tensor], share: float, wish: Tensor | None) -> Tensor:
         return values["loss"].mean() * share + self._carrier.load(values, self.metrics, share, wish)
@@ -206,7 +218,7 @@ class Step:
                 f"the model draws random numbers while {len(item.parts)} parts run together: every part has its own, but which"
                 " ones depends on the number of workers; --parts-at-once 1 keys them by part"
             )
-        elif alone is not None and not close(values["loss"].detach()[:: len(item.parts)], alone):
+        elif alone is not None and not _close(values["loss"].detach()[:: len(item.parts)], alone):
             raise UsageError(
                 f"a part's loss beside {len(item.parts) - 1} other part(s) is not what it is alone: the model or the objective"
                 " looks across the samples of a batch; use --parts-at-once 1"
@@ -272,12 +284,6 @@ class Meter:
 def autocast(config: Config, world: World) -> torch.autocast:
     """bf16 where asked for; weights, gradients and optimizer state stay fp32."""
     return torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bf16")
-
-
-def close(one: Tensor, other: Tensor) -> bool:
-    """Equal up to the rounding of other kernels for other batches, bf16 included."""
-    near = 0.05 * float(one.float().abs().mean())
-    return torch.allclose(one.float(), other.float(), rtol=0.05, atol=near, equal_nan=True)
 
 
 class _View:
@@ -370,19 +376,19 @@ def _wrap(model: nn.Module, world: World) -> Any:
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **keep)
 
 
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Equal up to the rounding of other kernels for other batches, bf16 included."""
+    near = 0.05 * float(one.float().abs().mean())
+    return torch.allclose(one.float(), other.float(), rtol=0.05, atol=near, equal_nan=True)
+
+
 def _alone(world: World) -> bool:
     return world.size == 1
 
 
 def _every(batch: Any, step: int, samples: int) -> Any:
     """Every so many samples of a batch, whatever it is made of."""
-    if isinstance(batch, Tensor):
-        return batch[::step] if batch.dim() and len(batch) == samples else batch
-    if isinstance(batch, tuple | list):
-        return type(batch)(_every(item, step, samples) for item in batch)
-    if isinstance(batch, dict):
-        return {name: _every(item, step, samples) for name, item in batch.items()}
-    return batch
+    return map_tensors(lambda tensor: tensor[::step] if tensor.dim() and len(tensor) == samples else tensor, batch)
 
 
 def check_values(values: dict[str, Tensor], size: int) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harness.processes import run_workers
 from harness.training import Trained, blobs, train_in
-from paceline.data.loaders import Inputs, tensors_in
+from paceline.data.loaders import Inputs, map_tensors, tensors_in
 from paceline.dist.world import World, world
 from paceline.training import fast, graph, loop, tasks
 from paceline.training.build import Run, build
@@ -30,7 +30,7 @@ class Replayed(graph.Graph):
     """A graph without a GPU."""
 
     def __init__(self, body: graph.Body, inputs: list[Inputs]) -> None:
-        self._body, self._held = body, graph._clone(inputs)
+        self._body, self._held = body, map_tensors(torch.clone, inputs)
         self._into = list(tensors_in(self._held))
         self._last = [None] * len(self._into)
         self._graph, self._out = self, torch.zeros(())  # type: ignore[assignment]

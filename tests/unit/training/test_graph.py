@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.training.graph import _change, _clone, _host_state, _obstacle, first_line
+from paceline.data.loaders import map_tensors
+from paceline.training.graph import _change, _host_state, _obstacle, first_line
 
 
 class Counts(nn.Module):
@@ -73,7 +74,7 @@ class Pair(NamedTuple):
 
 def test_a_batch_keeps_its_names() -> None:
     batch = Pair(torch.ones(2), torch.zeros(2))
-    copied = _clone([batch, {"x": [batch.images]}])
+    copied = map_tensors(torch.clone, [batch, {"x": [batch.images]}])
     assert torch.equal(copied[0].images, batch.images)
     assert copied[0].images is not batch.images
     assert isinstance(copied[1]["x"], list)
