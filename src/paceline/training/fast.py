@@ -70,9 +70,23 @@ class _Trials:
     def __init__(self, run: Run, at: int) -> None:
         self.run, self.step, self.at = run, run.step, at
         self.epoch = at // run.sampler.steps
+        self.kept: _Kept | None = None
 
     def attempt(self) -> str:
         """Set the step's `captured`, and say how; or say why not."""
+        try:
+            return self._attempt()
+        except PacelineError:
+            raise
+        except Exception as error:
+            if self.run.world.size > 1:  # the others may be in a collective
+                raise
+            # Nothing in here is worth a run: what is the user's own mistake shows again in the first step.
+            self.step.captured, self.step.compiled = None, False
+            self._put_back()
+            return f"{type(error).__name__}: {first_line(error)}"
+
+    def _attempt(self) -> str:
         run, step, config = self.run, self.step, self.run.config
         why = _why_never(run)
         if why:
@@ -104,7 +118,7 @@ class _Trials:
         graph = compiled or plain
         assert graph is not None
         step.captured, step.compiled = self._replay({0: (full, graph), **self._tails()}), compiled is not None
-        del self.kept  # which would hold a copy of all weights as long as the graphs live
+        self.kept = None  # which would hold a copy of all weights as long as the graphs live
         return " and compiled" if compiled else f" (not compiled: {not_compiled})"
 
     def _case(self, number: int) -> _Case:
@@ -126,9 +140,16 @@ class _Trials:
 
     def _outcome(self, out: Tensor) -> "_Outcome":
         """What the step just done gave; it is undone."""
+        assert self.kept is not None
         outcome = _Outcome(float(out[0]), self.kept.distance())
         self.kept.put_back()
         return outcome
+
+    def _put_back(self) -> None:
+        """Leave a step that was not finished."""
+        self.step.forget()
+        if self.kept is not None:
+            self.kept.put_back()
 
     def _watch(self, case: _Case, before: "_Outcome") -> tuple["_Outcome", str]:
         """The same, and what in it a graph could not repeat."""
@@ -151,7 +172,7 @@ class _Trials:
             graph = Graph(self._body(case, loss), case.inputs)
         except Exception as error:  # whatever cannot be recorded: the plain step is there
             why = first_line(error)
-        self.step.forget()
+        self._put_back()
         why = agreed(self.run.world, why)
         if why and self.run.world.size > 1 and self.run.config.reduce == "fast":
             raise PacelineError(f"the step could not be recorded as a CUDA graph ({why}): start again with --fast off")
@@ -175,8 +196,7 @@ class _Trials:
                     self.step.dry_run(case.inputs, case.passes, case.samples, loss)
         except Exception as error:  # whatever the compiler trips over: the plain step is there
             why = f"{type(error).__name__}: {first_line(error)}"
-        self.step.forget()
-        self.kept.put_back()
+        self._put_back()
         why = agreed(self.run.world, why)
         return (None, why) if why else self._record(case, expected, loss)
 
@@ -188,7 +208,7 @@ class _Trials:
             graph(case.inputs)
         torch.cuda.synchronize()
         left_s = (self.step.schedule.total_steps - self.at) * (time.perf_counter() - begin) / _TIMED
-        self.kept.put_back()
+        self._put_back()
         return bool(self.run.world.share(left_s > COMPILE_PAYS_S))
 
     def _tails(self) -> dict[int, tuple[_Case, Graph]]:

@@ -130,7 +130,8 @@ def _host_state(model: nn.Module, objective: Any) -> dict[str, Any]:
     held = {path or "the model": vars(module) for path, module in model.named_modules()}
     held["the objective"] = dict(getattr(objective, "__dict__", {}))
     if inspect.isfunction(objective):
-        held["the objective"] |= inspect.getclosurevars(objective).nonlocals
+        with suppress(ValueError):  # a variable that has no value yet
+            held["the objective"] |= inspect.getclosurevars(objective).nonlocals
     for where, values in held.items():
         state |= {f"{where}.{name}": _reading(value) for name, value in values.items() if not name.startswith("_")}
     return state

@@ -260,6 +260,19 @@ def test_a_recording_that_fails_late_leaves_nothing_behind(options: dict[str, An
     assert result.metrics["loss"] == pytest.approx(plain.result.metrics["loss"], rel=1e-4)
 
 
+@pytest.mark.usefixtures("replaying")
+def test_no_fault_in_the_trials_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(self: Any, graphs: Any) -> None:
+        self.step.model.weight_of_nobody  # noqa: B018
+
+    monkeypatch.setattr(fast._Trials, "_replay", faulty)
+    with world() as here:
+        plain, tried = both(here, {"virtual_workers": 2, "optimizer": "adamw", "base_lr": 0.001})
+    assert tried.watcher.notes[0].startswith("AttributeError")
+    assert not CALLS
+    same(plain, tried)
+
+
 def unequal(here: World) -> tuple[list[str], str]:
     """Three parts on two workers, with dropout: one pass here, two there."""
     fast.Graph, fast._why_never = Replayed, lambda run: ""  # type: ignore[misc, assignment]
