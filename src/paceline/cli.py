@@ -23,6 +23,8 @@ _EXAMPLES = """examples:
   paceline train fashion-mnist-mini --workers 2
   paceline train my_task.py --epochs 10 --global-batch 1024
   torchrun --nproc-per-node 4 -m paceline train fashion-mnist
+  paceline study my_study.toml
+  paceline rehearse fashion-mnist --workers 64
   paceline data fetch fashion-mnist
   paceline doctor
 """
@@ -69,6 +71,14 @@ def _verb(args: argparse.Namespace) -> int:
 
         train(task, **options)
         return 0
+    if verb == "study":
+        from paceline.measure.study import study_verb
+
+        return study_verb(**options)
+    if verb == "rehearse":
+        from paceline.measure.rehearse import rehearse
+
+        return rehearse(options)
     if verb == "data":
         from paceline.data import verb as data
 
@@ -128,6 +138,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     about = {
         "train": "Train a task on any number of workers.",
+        "rehearse": "What N workers would do to accuracy, measured on the one that is here.",
+        "study": "Train arms x seeds from a TOML file; a table with spreads and verdicts.",
         "data": "List, fetch or verify the built-in data sets.",
         "doctor": "Check this machine: torch, devices, backends, network, data, a real all-reduce.",
     }
@@ -135,8 +147,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     wanted = _wanted(argv, about)
     if wanted == "train":  # 50 flags: made only for those who ask
         parsers["train"].add_argument("task", help="fashion-mnist, fashion-mnist-mini, my_task.py or module:function")
-        parsers["train"].add_argument("--recipe", metavar="FILE", help="options from a TOML file; flags override them")
+        parsers["train"].add_argument(
+            "--recipe", metavar="FILE", help="options from a TOML file or a packaged recipe; flags override them"
+        )
         add_flags(parsers["train"])
+    if wanted == "rehearse":
+        _add_rehearse(parsers["rehearse"])
+    _add_study(parsers["study"])
     parsers["data"].add_argument("action", choices=("list", "fetch", "verify"))
     parsers["data"].add_argument("name", nargs="?", default="fashion-mnist")
     parsers["data"].add_argument("--data-dir", default="", metavar="DIR")
@@ -144,6 +161,39 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if rest:
         (parsers[wanted] if wanted else parser).refuse(rest[0])
     return args
+
+
+def _add_study(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="the study: TOML with a task, seeds, options and arms")
+    parser.add_argument("--runs-dir", default="runs", metavar="DIR", help="folder that the study's folder goes to [runs]")
+    parser.add_argument("--out", default="", metavar="FILE", help="a copy of the results; with --table, the results to show")
+    parser.add_argument("--seeds", default="", metavar="N", help="so many seeds (3) or these (0,5,7), whatever the file says")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="settings",
+        help="an option for all arms; may be repeated",
+    )
+    parser.add_argument("--only", action="append", default=[], metavar="ARM", help="run this arm alone; may be repeated")
+    parser.add_argument("--per-device", default=1, type=int, metavar="N", help="runs at once on each GPU, or on the CPU [1]")
+    parser.add_argument(
+        "--mini", action="store_true", help="try every arm's options out: one seed, small data, net and batches"
+    )
+    parser.add_argument(
+        "--table", action="store_true", dest="show", help="run nothing: show the table of the results there are"
+    )
+    parser.add_argument("--slot", default="", help=argparse.SUPPRESS)
+
+
+def _add_rehearse(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", help="fashion-mnist, fashion-mnist-mini, my_task.py or module:function")
+    parser.add_argument("--recipe", metavar="FILE", help="options from a TOML file or a packaged recipe; flags override them")
+    parser.add_argument("--seeds", default="3", metavar="N", help="so many seeds (3) or these (0,5,7) [3]")
+    parser.add_argument("--margin", default=0.005, type=float, help="what counts as equal, of accuracy or loss [0.005]")
+    parser.add_argument("--per-device", default=1, type=int, metavar="N", help="runs at once on each GPU, or on the CPU [1]")
+    add_flags(parser)
 
 
 def _wanted(argv: Sequence[str], verbs: Iterable[str]) -> str | None:

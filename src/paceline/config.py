@@ -78,19 +78,34 @@ class Config:
     accumulate: int = 1
     """Cut each part of a step into so many micro-batches (less memory, same step)."""
     optimizer: str = "sgd"
-    """sgd or adamw."""
+    """sgd, adamw, lars, lamb, novograd or muon."""
     base_lr: float = 0.05
     """The learning rate at reference_batch."""
-    lr_rule: Literal["linear", "sqrt", "none"] = "linear"
-    """How the learning rate grows with k = global_batch / reference_batch."""
+    lr_rule: Literal["linear", "sqrt", "none", "adascale"] = "linear"
+    """How the learning rate grows with k = global_batch / reference_batch. adascale: by a gain between 1 and k that every step
+    works out from the noise in its parts' gradients."""
     momentum: float = 0.9
-    """SGD's momentum."""
+    """Momentum of sgd, lars and muon."""
     nesterov: bool = True
-    """Nesterov's form of momentum."""
-    beta1: float = 0.9
-    """AdamW's first decay rate."""
-    beta2: float = 0.999
-    """AdamW's second decay rate."""
+    """Nesterov's form of momentum (sgd, muon)."""
+    beta1: float | None = None
+    """First decay rate of adamw, lamb (default 0.9) and novograd (0.95)."""
+    beta2: float | None = None
+    """Second decay rate of adamw, lamb (default 0.999) and novograd (0.98; 0 is a plainly normalised gradient)."""
+    grad_averaging: bool = False
+    """novograd: average gradients into the momentum by 1 - beta1 instead of adding them."""
+    trust_coefficient: float = 0.001
+    """lars: what share of a layer's norm a step may move it by, at a learning rate of 1."""
+    adapt_all: bool = False
+    """lars, lamb: scale the steps of norms and biases by their own norms too."""
+    rest: Literal["sgd", "adamw"] = "sgd"
+    """muon: what trains the parameters that are no hidden matrices: norms, biases, embeddings, the last layer."""
+    rest_lr: float | None = None
+    """muon: the learning rate of the rest at reference_batch (default: base_lr)."""
+    fixed_norm: bool = False
+    """muon: put every matrix back to the norm sqrt(rows) after each step."""
+    sam_rho: float = 0.0
+    """Sharpness-aware steps: take each part's gradient so far uphill from the weights (0: off; a step costs twice as much)."""
     weight_decay: float = 5e-4
     """Weight decay; norms and biases have none unless --decay-all."""
     decay_all: bool = False
@@ -99,9 +114,23 @@ class Config:
     """Label smoothing of the training loss."""
     clip_norm: float = 0.0
     """Clip the gradient of the whole step to this norm (0: off)."""
+    gradient_noise: float = 0.0
+    """Add noise of variance this / (1 + step)^0.55 to every step's gradient, the same on all workers (0: off)."""
+    norm_part: int = 0
+    """Batch norm over cuts of so many samples, in any model ("ghost" batch norm; 0: over each part as it is)."""
+    ema: float = 0.0
+    """Keep a moving average of the weights with this decay a step; it is what is validated and saved, with batch-norm
+    statistics of its own (0: off)."""
+    local_steps: int = 0
+    """Post-local SGD: late in the run every part trains by itself for so many steps between averagings (0: off)."""
+    local_after: float = 0.5
+    """Where in the run that begins, as a fraction of it."""
+    measure_noise: bool = False
+    """Measure the gradient noise scale from the parts: the global batch up to which more workers pay."""
 
-    schedule: Literal["constant", "linear", "cosine", "one-cycle"] = "one-cycle"
-    """The learning rate after warm-up: constant, falling to 0 (linear, cosine), or up and down again (one-cycle)."""
+    schedule: Literal["constant", "linear", "cosine", "one-cycle", "step"] = "one-cycle"
+    """The learning rate after warm-up: constant, falling to 0 (linear, cosine), up and down again (one-cycle), or falling at
+    --step-at (step)."""
     schedule_by: Literal["step", "epoch"] = "step"
     """Move the learning rate every step or once an epoch."""
     warmup_epochs: float = 0.0
@@ -112,6 +141,10 @@ class Config:
     """Where warm-up starts, as a fraction of the peak (default 1/k: at base_lr under the linear rule)."""
     peak_at: float = 0.3
     """Where one-cycle peaks, as a fraction of the run."""
+    step_at: str = "0.5,0.75"
+    """Where the step schedule falls, as fractions of the run."""
+    step_factor: float = 0.1
+    """What the step schedule multiplies the learning rate by there."""
 
     epochs: int = 5
     """Epochs at most."""
@@ -165,8 +198,19 @@ class Config:
             raise UsageError(
                 "one-cycle warms up by itself (--peak-at): use --schedule cosine, linear or constant with a warm-up"
             )
-        if self.nesterov and not self.momentum and self.optimizer == "sgd":
+        if self.nesterov and not self.momentum and self.optimizer in ("sgd", "muon"):
             object.__setattr__(self, "nesterov", False)  # Nesterov's form of no momentum is plain SGD
+        for name, usual in zip(("beta1", "beta2"), _BETAS.get(self.optimizer, (0.9, 0.999)), strict=True):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, usual)
+        if self.local_steps and (self.sam_rho or self.measure_noise or self.lr_rule == "adascale"):
+            raise UsageError(
+                "--local-steps does not go with --sam-rho, --measure-noise or --lr-rule adascale: parts that train by"
+                " themselves have no common gradient"
+            )
+
+
+_BETAS = {"novograd": (0.95, 0.98)}
 
 
 _AT_LEAST: dict[str, float] = {
@@ -175,8 +219,9 @@ _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("parts_at_once", "max_restarts", "grace_s", "eval_batch"), 0),
     **dict.fromkeys(("node_id", "train_samples", "crop", "loader_workers", "base_lr", "weight_decay", "clip_norm"), 0),
     **dict.fromkeys(("warmup_epochs", "warmup_steps", "warmup_from", "max_steps", "seed", "check_every"), 0),
+    **dict.fromkeys(("trust_coefficient", "rest_lr", "sam_rho", "gradient_noise", "norm_part", "local_steps", "step_factor"), 0),
 }
-_FRACTIONS = ("erase", "momentum", "beta1", "beta2", "label_smoothing", "target_accuracy", "peak_at")
+_FRACTIONS = ("erase", "momentum", "beta1", "beta2", "label_smoothing", "target_accuracy", "peak_at", "ema", "local_after")
 
 
 def _check_value(name: str, value: Any) -> None:
@@ -186,9 +231,9 @@ def _check_value(name: str, value: Any) -> None:
         raise UsageError(f"{flag(name)} is {value}: it must be a finite number")
     if low is not None and value is not None and value < low:
         raise UsageError(f"{flag(name)} is {value}: it must be at least {low}")
-    if name in _FRACTIONS and not 0 <= value <= 1:
+    if name in _FRACTIONS and value is not None and not 0 <= value <= 1:
         raise UsageError(f"{flag(name)} is {value}: it must lie between 0 and 1")
-    if name in ("beta1", "beta2") and value == 1:
+    if name in ("beta1", "beta2", "ema") and value == 1:
         raise UsageError(f"{flag(name)} is 1: it must be less than 1, or nothing new would be learned")
     if name == "timeout_s" and value > 10_000_000:
         raise UsageError(f"--timeout-s is {value:g}: it must be at most 10,000,000 (four months)")
@@ -196,6 +241,8 @@ def _check_value(name: str, value: Any) -> None:
         raise UsageError("--base-lr is 0: nothing would be learned")
     if name == "checkpoint_every":
         parse_every(value)
+    if name == "step_at":
+        parse_fractions(value)
     if name == "name" and (Path(value).name != value or value == ".."):
         raise UsageError(f"--name is {value!r}: it must be a plain name; the folder is --runs-dir")
 
@@ -210,6 +257,17 @@ def parse_every(text: str) -> tuple[int, float]:
     if not 0 <= value < math.inf:
         raise UsageError(f"--checkpoint-every is {text!r}: it must be a number of steps (500) or of seconds (60s), or 0")
     return (0, float(value)) if seconds else (int(value), 0.0)
+
+
+def parse_fractions(text: str) -> tuple[float, ...]:
+    """`--step-at` as numbers between 0 and 1, in order."""
+    try:
+        values = tuple(sorted(float(each) for each in text.split(",")))
+    except ValueError:
+        values = (-1.0,)
+    if not all(0 < value < 1 for value in values):
+        raise UsageError(f"--step-at is {text!r}: it must be fractions of the run such as 0.5,0.75")
+    return values
 
 
 SECTIONS = {
@@ -278,9 +336,17 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_recipe(path: str) -> dict[str, Any]:
-    """The options in a TOML file: keys are Config's fields."""
+    """The options in a TOML file, or in the packaged recipe of that name: keys are Config's fields."""
+    found = Path(path)
+    if Path(path).name == path and not Path(path).suffix and not Path(path).exists():
+        packaged = packaged_recipes()
+        if path not in packaged:
+            error = unknown("recipe", path, packaged)
+            listed = "" if "known: " in str(error) else f" (packaged: {', '.join(packaged)})"
+            raise UsageError(f"{error}{listed}, or give a file's name")
+        found = packaged[path]
     try:
-        with open(path, "rb") as file:
+        with found.open("rb") as file:
             options = tomllib.load(file)
     except OSError as error:
         raise UsageError(f"cannot read recipe {path}: {error.strerror}") from None
@@ -291,6 +357,11 @@ def read_recipe(path: str) -> dict[str, Any]:
         if key not in known:
             raise UsageError(f"recipe {path}: {unknown('key', key, known)}")
     return options
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """The recipes that come with Paceline, by name."""
+    return {file.stem: file for file in sorted((Path(__file__).parent / "recipes").glob("*.toml"))}
 
 
 def to_toml(config: Config) -> str:

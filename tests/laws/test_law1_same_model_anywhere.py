@@ -67,6 +67,19 @@ EXACT: dict[str, tuple[Task, dict[str, Any]]] = {
     "dropout, streamed": (dropping(), {"loader": "streaming", "loader_workers": 0}),
     "channels-last": (pictures("resnet:depth=8,width=4"), {"global_batch": 8 * PARTS, "epochs": 1}),
     "one sample a part": (pictures("resnet:depth=8,width=4,norm=group"), {"global_batch": PARTS, "epochs": 1}),
+    "adascale": (pictures(), {"lr_rule": "adascale", "reference_batch": 6, "epochs": 1}),
+    "sharpness-aware": (pictures(), {"sam_rho": 0.1, "epochs": 1}),
+    "lars, gradient noise": (pictures(), {"optimizer": "lars", "base_lr": 2.0, "gradient_noise": 0.01, "epochs": 1}),
+    "lamb": (pictures(), {"optimizer": "lamb", "base_lr": 0.01, "epochs": 1}),
+    "novograd": (pictures(), {"optimizer": "novograd", "base_lr": 0.01, "epochs": 1}),
+    "muon": (pictures(), {"optimizer": "muon", "fixed_norm": True, "epochs": 1}),
+    "averaged weights": (pictures(), {"ema": 0.9, "epochs": 1}),
+    "local steps": (pictures(), {"local_steps": 3, "epochs": 1}),
+    "local steps, adamw, averaged weights": (
+        pictures(),
+        {"local_steps": 2, "local_after": 0.2, "ema": 0.9, "optimizer": "adamw", "base_lr": 0.01},
+    ),
+    "cuts of a part": (pictures(), {"norm_part": 4, "epochs": 1}),
 }
 
 
@@ -107,6 +120,13 @@ FAST: dict[str, tuple[Task, dict[str, Any]]] = {
     "one norm over the step": (pictures("resnet:depth=8,width=4,norm=sync"), {}),
     "dropout": (dropping(), {}),
     "micro-batches": (pictures(), {"accumulate": 2}),
+    "noise measured": (pictures(), {"measure_noise": True}),
+    "adascale": (pictures(), {"lr_rule": "adascale", "reference_batch": 6}),
+    "sharpness-aware": (pictures(), {"sam_rho": 0.1}),
+    "gradient noise, muon": (pictures(), {"optimizer": "muon", "gradient_noise": 0.01}),
+    "averaged weights": (pictures(), {"ema": 0.9}),
+    "local steps": (pictures(), {"local_steps": 2, "local_after": 0.0}),
+    "cuts of a part": (pictures(), {"norm_part": 4}),
     "a tail of unequal parts": (pictures(), {"global_batch": 60, "max_steps": 2}),
 }
 

@@ -15,7 +15,7 @@ from harness.faults import EPOCHS, FLAGS, SAMPLES, TASK, fail_at, samples_by_ste
 from harness.processes import paceline, run_workers
 from harness.training import Trained, blobs, train_in
 from paceline.data.sampler import Sampler
-from paceline.dist.world import World
+from paceline.dist.world import World, world
 from paceline.records import read_metrics, read_result
 
 
@@ -159,7 +159,7 @@ def test_a_changed_run_is_not_resumed(runs: Path) -> None:
     assert paceline("train", TASK, "--resume", "nowhere", env=variables()).returncode == 2
 
 
-def chain(world: World, folder: Path, stop_at: int | None) -> Trained | None:
+def chain(world: World, folder: Path, stop_at: int | None, **more: Any) -> Trained | None:
     """Train, from where the folder's checkpoints are, until a worker raises."""
     passes = 0
     task = blobs(norm=True, dropout=0.2, samples=61)
@@ -180,6 +180,7 @@ def chain(world: World, folder: Path, stop_at: int | None) -> Trained | None:
         "base_lr": 0.01,
         "global_batch": 16,
         "epochs": 5,
+        **more,
     }
     task = type(task)(**{**vars(task), "objective": failing})
     try:
@@ -193,6 +194,27 @@ def test_adamw_and_dropout_on_four_numbers_of_workers(tmp_path: Path) -> None:
     for workers, passes in ((3, 9), (1, 21), (2, 11)):
         assert run_workers(chain, workers, tmp_path / "x", passes) == [None] * workers
     for last in run_workers(chain, 4, tmp_path / "x", None):
+        assert last.result.model_sha256 == calm.result.model_sha256
+        assert {name: value.tobytes() for name, value in last.optimizer.items()} == {
+            name: value.tobytes() for name, value in calm.optimizer.items()
+        }
+        assert last.result.metrics == calm.result.metrics
+
+
+def local_chain(world: World, folder: Path, stop_at: int | None) -> Trained | None:
+    """Parts train by themselves from step 6 of 20 on, averaged after 8, 9, 12, 15, ...: checkpoints are of those steps."""
+    return chain(world, folder, stop_at, local_steps=3, local_after=0.3, ema=0.9)
+
+
+def test_local_steps_and_averaged_weights_on_three_numbers_of_workers(tmp_path: Path) -> None:
+    with world() as here:
+        calm = local_chain(here, tmp_path / "calm", None)
+        assert calm is not None
+        assert run_workers(local_chain, 2, tmp_path / "x", 21) == [None] * 2
+        assert local_chain(here, tmp_path / "x", 22) is None
+    steps = sorted(path.name for path in (tmp_path / "x").iterdir())
+    assert steps[-1] == "step-000000012.safetensors"
+    for last in run_workers(local_chain, 3, tmp_path / "x", None):
         assert last.result.model_sha256 == calm.result.model_sha256
         assert {name: value.tobytes() for name, value in last.optimizer.items()} == {
             name: value.tobytes() for name, value in calm.optimizer.items()

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.processes import paceline, run
-from paceline import cli
+from paceline import cli, config
 from paceline.config import Config, flag
 from paceline.data import fashion_mnist
 from paceline.training import run as training
@@ -80,6 +81,12 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         (("data", "verify", "fashion-mnist-mni"), "did you mean 'fashion-mnist-mini'?"),
         (("data", "list", "--dat-dir", "x"), "unknown flag --dat-dir: did you mean --data-dir?"),
         (("doctor", "--verbose"), "unknown flag --verbose"),
+        (("stdy", "x.toml"), "unknown verb 'stdy': did you mean 'study'?"),
+        (("study",), "the following arguments are required: FILE"),
+        (("study", "x.toml", "--mni"), "unknown flag --mni: did you mean --mini?"),
+        (("rehears", "x"), "unknown verb 'rehears': did you mean 'rehearse'?"),
+        (("rehearse",), "the following arguments are required: task"),
+        (("rehearse", "fashion-mnist-mini", "--epoch", "3"), "unknown flag --epoch: did you mean --epochs?"),
     ],
 )
 def test_a_mistake_is_one_line(mistake, argv, words):
@@ -130,6 +137,29 @@ def test_recipe_mistakes(mistake, tmp_path):
     assert "recipe unknown.toml: unknown key 'epoch': did you mean 'epochs'?" in mistake(*MINI, "--recipe", "unknown.toml")
     Path("wrong.toml").write_text("epochs = 1.5")
     assert "--epochs is 1.5: it must be a whole number" in mistake(*MINI, "--recipe", "wrong.toml")
+
+
+def test_a_recipe_by_name(mistake, runs, monkeypatch):
+    assert "unknown recipe 'no-such-recipe'" in mistake(*MINI, "--recipe", "no-such-recipe")
+    Path("packaged").mkdir()
+    for name in ("batch-64", "batch-8192"):
+        Path("packaged", f"{name}.toml").write_text("global_batch = 64\nepochs = 1\n")
+    packaged = {name: Path("packaged", f"{name}.toml") for name in ("batch-64", "batch-8192")}
+    monkeypatch.setattr(config, "packaged_recipes", lambda: packaged)
+    line = mistake(*MINI, "--recipe", "batch-8129")
+    assert "unknown recipe 'batch-8129': did you mean 'batch-8192'? (packaged: batch-64, batch-8192), or give a file" in line
+    assert "unknown recipe 'zzz': known: batch-64, batch-8192, or give a file's name" in mistake(*MINI, "--recipe", "zzz")
+    assert cli.run([*MINI, "--recipe", "batch-64", "--name", "named"]) == 0
+    assert "global_batch = 64\n" in (runs / "named" / "config.toml").read_text()
+    Path("batch-64").write_text("global_batch = 32\n")  # a file of that name is meant first
+    assert config.read_recipe("batch-64") == {"global_batch": 32}
+
+
+def test_the_packaged_recipes_are_recipes_and_travel_with_the_package():
+    for name in config.packaged_recipes():
+        config.make_config(config.read_recipe(name))
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert "recipes/*.toml" in project["tool"]["setuptools"]["package-data"]["paceline"]
 
 
 @pytest.mark.parametrize(
@@ -246,6 +276,14 @@ def test_only_rank_0_speaks_of_the_users_mistake(capsys, monkeypatch):
         (("train", "--help"), ("task", "--recipe", *(flag(f.name) for f in dataclasses.fields(Config)))),
         (("data", "--help"), ("list", "fetch", "verify", "--data-dir")),
         (("doctor", "--help"), ("usage: paceline doctor",)),
+        (
+            ("study", "--help"),
+            ("FILE", "--runs-dir", "--out", "--seeds", "--set", "--only", "--per-device", "--mini", "--table"),
+        ),
+        (
+            ("rehearse", "--help"),
+            ("task", "--recipe", "--seeds", "--margin", *(flag(f.name) for f in dataclasses.fields(Config))),
+        ),
     ],
 )
 def test_help_lists_everything(capsys, argv, words):
@@ -263,7 +301,18 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("paceline 0.")
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "fashion-mnist", "--epochs", "0"], ["trian"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["train", "fashion-mnist", "--epochs", "0"],
+        ["trian"],
+        ["study", "--help"],
+        ["study", "missing.toml"],
+        ["rehearse", "fashion-mnist"],
+    ],
+)
 def test_nothing_light_imports_torch(argv):
     code = (
         "import sys\nfrom paceline import cli\n"

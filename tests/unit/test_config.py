@@ -22,6 +22,7 @@ PLAIN = {
     "warmup_steps": 0,
     "warmup_epochs": 0.0,
     "min_workers": None,
+    "local_steps": 0,
 }  # what the checks across fields leave alone
 
 
@@ -36,6 +37,7 @@ def values(name: str) -> st.SearchStrategy[Any]:
         special = {
             "name": st.text(st.characters(exclude_characters="/.")),
             "checkpoint_every": st.sampled_from(("0", "500", "1.5s")),
+            "step_at": st.sampled_from(("0.5", "0.1,0.9")),
         }
         return special.get(name, st.text())
     if int in (kind, *typing.get_args(kind)):

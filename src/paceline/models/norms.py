@@ -52,8 +52,9 @@ def can_group(model: nn.Module) -> str:
     return ""
 
 
-def group_batch_norms(model: nn.Module) -> nn.Module:
-    """Make every plain batch norm of `model` a `PartNorm` that takes a part as one group; returns `model`.
+def group_batch_norms(model: nn.Module, part_size: int | None = None) -> nn.Module:
+    """Make every plain batch norm of `model` a `PartNorm` that takes a part as one group, or cuts of it of `part_size` samples
+    at most; returns `model`.
 
     The modules change their class and stay the same objects, as in torch's parametrisations: parameters, buffers, hooks and
     every reference to them (a shared layer, an optimizer, the root itself) stay good. A layer that `can_group` would name is
@@ -62,6 +63,7 @@ def group_batch_norms(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if type(module) in _PLAIN and not _why_not_grouped(module):
             module.__class__ = PartNorm
+            module.part_size = part_size  # type: ignore[assignment]
     return model
 
 

@@ -1,13 +1,13 @@
 """The learning rate of every step, as a plain function of the step.
 
 `peak_lr` comes from the rule: linear (Goyal et al. 2017, arXiv:1706.02677: lr grows with k), square root, or none, where
-k = global_batch / reference_batch. Nothing here has state, so resuming needs nothing but the step number.
+k = global_batch / reference_batch; AdaScale's gain is worked out in the step (`training/noise.py`). Nothing here has state, so resuming needs nothing but the step number.
 """
 
 import math
 from dataclasses import dataclass
 
-from paceline.config import Config
+from paceline.config import Config, parse_fractions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,8 @@ class Schedule:
     warmup_steps: int = 0
     warmup_from: float = 0.0
     peak_at: float = 0.3
+    step_at: tuple[float, ...] = ()
+    step_factor: float = 0.1
 
     def lr(self, step: int) -> float:
         """The learning rate of step `step` (from 0)."""
@@ -32,6 +34,8 @@ class Schedule:
             return self.peak_lr * (self.warmup_from + (1 - self.warmup_from) * step / self.warmup_steps)
         if self.shape == "constant":
             return self.peak_lr
+        if self.shape == "step":
+            return self.peak_lr * self.step_factor ** sum(step >= at * self.total_steps for at in self.step_at)
         done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
         if self.shape == "linear":
             return self.peak_lr * (1 - done)
@@ -45,7 +49,7 @@ class Schedule:
 
 def scale_lr(base_lr: float, k: float, rule: str) -> float:
     """The peak learning rate at k times the reference batch."""
-    return base_lr * {"linear": k, "sqrt": math.sqrt(k), "none": 1.0}[rule]
+    return base_lr * {"linear": k, "sqrt": math.sqrt(k), "none": 1.0, "adascale": 1.0}[rule]
 
 
 def make_schedule(config: Config, *, k: float, steps_per_epoch: int, total_steps: int) -> Schedule:
@@ -62,4 +66,6 @@ def make_schedule(config: Config, *, k: float, steps_per_epoch: int, total_steps
         warmup_steps=config.warmup_steps or round(config.warmup_epochs * steps_per_epoch),
         warmup_from=start if config.warmup_from is None else config.warmup_from,
         peak_at=config.peak_at,
+        step_at=parse_fractions(config.step_at),
+        step_factor=config.step_factor,
     )

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset
 
 from paceline import models
@@ -20,11 +21,12 @@ from paceline.data.sampler import Sampler
 from paceline.dist.agree import agreed, check_agreement, fingerprints
 from paceline.dist.world import World
 from paceline.errors import UsageError
-from paceline.models.norms import PartNorm, group_batch_norms
+from paceline.models.norms import PartNorm, can_group, group_batch_norms
 from paceline.optim import make_optimizer
 from paceline.training.contract import Contract, make_contract, plan_run
 from paceline.training.exact import same_bits
-from paceline.training.parts import Grouping, Pass, choose_grouping, deal_parts, plan_epoch
+from paceline.training.noise import Noise
+from paceline.training.parts import Grouping, Pass, choose_grouping, deal_parts, measures_noise, plan_epoch
 from paceline.training.step import Step
 from paceline.training.task import Task
 
@@ -53,8 +55,16 @@ class Run:
 
     def plan(self, epoch: int, steps: range) -> list[list[Pass]]:
         """This worker's passes in these steps of an epoch."""
-        order, groups = self.sampler.order(epoch), self.step.groups
-        return plan_epoch(self.sampler, order, steps, groups, self.config.accumulate, self.grouping.one_pass)
+        sampler, local, groups = self.sampler, self.step.local, self.step.groups
+        order, accumulate = sampler.order(epoch), self.config.accumulate
+        if local is None:
+            return plan_epoch(sampler, order, steps, groups, accumulate, self.grouping.one_pass)
+        # Parts that train by themselves run in turn, each as one of its group.
+        begin = min(max(steps.start, local.first - epoch * sampler.steps), steps.stop)
+        plan = plan_epoch(sampler, order, range(steps.start, begin), groups, accumulate)
+        singles = [(number, range(part, part + 1)) for number, group in enumerate(groups) for part in group]
+        apart = plan_epoch(sampler, order, range(begin, steps.stop), [single for _, single in singles], accumulate)
+        return plan + [[replace(item, group=singles[item.group][0]) for item in passes] for passes in apart]
 
     def seed(self, step: int, item: Pass) -> None:
         """Seed what a pass may draw: by the step and the part, never by the rank (law 3)."""
@@ -73,23 +83,38 @@ def _build(task: Task, config: Config, world: World) -> Run:
     sampler, schedule = plan_run(config, world, _count(train))
     seed_all(key(config.seed, _INIT))
     model = (task.model() if task.model else _model(config, task, train)).to(world.device)
+    notes: tuple[str, ...] = ()
+    if config.norm_part:
+        why = can_group(model)
+        if why:
+            raise UsageError(f"--norm-part {config.norm_part} cannot cut its batch: {why}; leave --norm-part out")
+        if not any(isinstance(module, _BatchNorm) and not isinstance(module, PartNorm) for module in model.modules()):
+            notes = (f"--norm-part {config.norm_part} changes nothing: the model has no plain batch norm",)
     grouping = choose_grouping(model, config, sampler.parts, world.size)
     exact = config.reduce == "exact"
     if exact:  # DDP would give everyone rank 0's
         check_agreement(dict(model.state_dict()), world, "about the untrained model", _SAME_MODEL)
-    if grouping.at_once > 1:
-        model = group_batch_norms(model)
+    if grouping.at_once > 1 or config.norm_part:
+        model = group_batch_norms(model, config.norm_part or None)
     loaders = [
         make_loader(data, config.loader, task.prepare, world.device, config.loader_workers, config.seed, world.cores)
         for data in (train, validation)
     ]
-    notes: tuple[str, ...] = ()
     if suits_channels_last(model, config, sampler.global_batch // sampler.parts):
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         why = agreed(world, "" if task.model is None else _why_not_channels_last(model, task, train, config, world))
         if why:
             model = model.to(memory_format=torch.contiguous_format)
-            notes = (f"convolutions keep torch's usual layout, not channels-last: {why}",)
+            notes += (f"convolutions keep torch's usual layout, not channels-last: {why}",)
+    noise = None
+    if measures_noise(config):
+        units = [
+            len(group)
+            for rank in range(world.size)
+            for group in deal_parts(sampler.parts, world.size, rank, grouping.at_once, whole_groups=exact)
+        ]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        noise = Noise(trained, units, sampler.global_batch // sampler.parts, sampler.parts, world.device)
     step = Step(
         model=model,
         optimizer=make_optimizer(model, config),
@@ -100,6 +125,8 @@ def _build(task: Task, config: Config, world: World) -> Run:
         loader=loaders[0],
         parts=sampler.parts,
         groups=deal_parts(sampler.parts, world.size, world.rank, grouping.at_once, whole_groups=exact),
+        full=sampler.global_batch,
+        noise=noise,
     )
     about = {
         "task": task.name,

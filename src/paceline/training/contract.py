@@ -53,6 +53,7 @@ class Contract:
     def lines(self) -> list[tuple[str, str]]:
         """(what, how much) for the eye; of a resumed run only what may have changed."""
         parts = "1 part" if self.virtual_workers == 1 else f"{self.virtual_workers} parts"
+        gain = f", times a gain from 1 to {max(1.0, self.k):g}" if self.lr_rule == "adascale" else ""
         accumulate = f", each in {self.accumulate} micro-batches" if self.accumulate > 1 else ""
         lines = [
             ("task", f"{self.task}: {self.train_samples:,} training and {self.validation_samples:,} validation samples"),
@@ -61,7 +62,7 @@ class Contract:
             ("reference", f"batch {self.reference_batch} at lr {self.base_lr:g}"),
             ("workers", f"P = {self.workers} (V = {parts}, {self.parts}), {self.launcher}, {self.nodes} node(s)"),
             ("global batch", f"{self.global_batch} = {parts} of {self.part_batch}{accumulate}"),
-            ("scale", f"k = {self.k:g}, rule {self.lr_rule}: peak lr {self.peak_lr:g}"),
+            ("scale", f"k = {self.k:g}, rule {self.lr_rule}: peak lr {self.peak_lr:g}{gain}"),
             ("optimizer", f"{self.optimizer}, {self.schedule}, warm-up {self.warmup}"),
             ("steps", f"{self.steps_per_epoch} an epoch, {self.epochs} epochs, {self.total_steps:,} in all"),
             ("device", f"{self.devices}, backend {self.backend}, {self.precision}, reduce {self.reduce}"),
@@ -142,6 +143,29 @@ def _optimizer_words(config: Config) -> str:
         momentum = f"{'Nesterov' if config.nesterov else 'momentum'} {config.momentum:g}" if config.momentum else "plain"
         words = f"sgd {momentum}"
     else:
-        words = config.optimizer
-    clip = f", clipped to norm {config.clip_norm:g}" if config.clip_norm else ""
-    return f"{words}, weight decay {config.weight_decay:g}{clip}"
+        words = config.optimizer + _settings(config)
+    extras = {
+        "clipped to norm": config.clip_norm,
+        "sharpness-aware within": config.sam_rho,
+        "gradient noise": config.gradient_noise,
+        "weights averaged by": config.ema,
+    }
+    said = "".join(f", {what} {value:g}" for what, value in extras.items() if value)
+    if config.local_steps:
+        said += f", from {config.local_after:.0%} of the run on {config.local_steps} local steps between averagings"
+    return f"{words}, weight decay {config.weight_decay:g}{said}"
+
+
+def _settings(config: Config) -> str:
+    """What the optimizer was told beside its learning rate."""
+    match config.optimizer:
+        case "lars":
+            return f" momentum {config.momentum:g}, trust {config.trust_coefficient:g}"
+        case "muon":
+            kept = ", fixed norm" if config.fixed_norm else ""
+            rest = config.base_lr if config.rest_lr is None else config.rest_lr
+            return f" momentum {config.momentum:g}{kept}, {config.rest} at {rest / config.base_lr:g} lr for the rest"
+        case "novograd":
+            averaged = ", gradients averaged" if config.grad_averaging else ""
+            return f" betas {config.beta1:g} and {config.beta2:g}{averaged}"
+    return f" betas {config.beta1:g} and {config.beta2:g}"

@@ -39,7 +39,7 @@ _TIMED = 10
 def prepare(run: Run, at: int) -> None:
     """Capture the steps of a run that goes on at step `at`, or say why not; weights stay. Every worker reaches this."""
     config, world, step = run.config, run.world, run.step
-    left = step.schedule.total_steps - at
+    left = (step.schedule.total_steps if step.local is None else step.local.first) - at
     if config.fast == "off" or world.device.type != "cuda" or left <= 0:
         return
     begin = time.monotonic()
@@ -264,6 +264,7 @@ class _Kept:
     def __init__(self, step: Step) -> None:
         self._step, self._fresh = step, not step.optimizer.state
         self._tensors = [*step.model.parameters(), *step.model.buffers(), *step.statistics.tensors(), *self._state()]
+        self._tensors += [*step.kept().values(), *step.lrs.values()]
         self._copies = [tensor.detach().clone() for tensor in self._tensors]
 
     @torch.no_grad()
@@ -289,7 +290,9 @@ def _why_never(run: Run) -> str:
     """What rules a graph out before anything is tried."""
     if run.world.size > 1 and run.world.backend != "nccl":
         return f"{run.world.backend} carries the messages, and only NCCL's can be part of a graph"
-    if run.step.lr is None:
+    if run.world.size > 1 and run.step.noise is not None and run.config.reduce == "fast":
+        return "gradients are looked at within DDP's averaging"
+    if not run.step.lrs:
         return "the optimizer has no fused form for this model, and would read its learning rate from the host"
     if not run.sampler.full_steps:
         return "an epoch has no full step"

@@ -1,8 +1,8 @@
 """What of a run goes into a checkpoint, when one is written, and how a run comes back from it on any number of workers (law 5).
 
-A step's samples, augmentation, dropout and learning rate follow from (seed, epoch, step) alone. So weights, optimizer state,
-the parts' batch-norm statistics and a few numbers of progress are all there is to keep, and resuming goes on in the middle of
-an epoch with nothing repeated and nothing skipped.
+A step's samples, augmentation, dropout and learning rate follow from (seed, epoch, step) alone. So weights, their averages,
+optimizer state, the parts' batch-norm statistics and a few numbers of progress are all there is to keep, and resuming goes on
+in the middle of an epoch with nothing repeated and nothing skipped.
 """
 
 import dataclasses
@@ -114,6 +114,8 @@ class Keeper:
             for name, tensor in step.model.state_dict().items():
                 if f"model.{name}" in tensors:
                     tensor.copy_(tensors[f"model.{name}"])
+            for name, tensor in step.kept().items():
+                tensor.copy_(tensors[name])
         step.metrics = tuple(facts["metrics"])  # a run may resume just before a validation
         step.statistics.scatter(tensors["parts.values"], tensors["parts.counts"])
         state = _optimizer_state(tensors, facts["optimizer"])
@@ -129,7 +131,7 @@ def _capture(run: Run, progress: Progress) -> tuple[dict[str, Tensor], dict[str,
     values, counts = statistics.gather(run.world)
     parted = statistics.names(model)
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if name not in parted}
-    tensors |= {"parts.values": values, "parts.counts": counts}
+    tensors |= {"parts.values": values, "parts.counts": counts, **run.step.kept()}
     plain: dict[str, Any] = {}
     for number, state in optimizer.state_dict()["state"].items():
         for name, value in state.items():
@@ -188,7 +190,8 @@ def _options(config: Config) -> dict[str, Any]:
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    old = {"fast": "off", **old}  # what records from before there was such an option were made with
+    # What records from before there was such an option were made with.
+    old = {**{field.name: field.default for field in dataclasses.fields(Config)}, "fast": "off", **old}
     return [f"{flag(name)} was {old.get(name)}, is {value}" for name, value in new.items() if old.get(name) != value]
 
 

@@ -16,7 +16,7 @@ from paceline.dist.watch import Watch
 from paceline.errors import Diverged, PacelineError, Stopped, UsageError
 from paceline.training import fast
 from paceline.training.build import Run
-from paceline.training.evaluate import Validation
+from paceline.training.evaluate import Averaged, Validation
 from paceline.training.exact import same_bits
 from paceline.training.keeper import Keeper, Progress
 from paceline.training.observers import Observer, Result
@@ -70,7 +70,8 @@ class _Fit:
         self, run: Run, observers: Sequence[Observer], progress: Progress, keeper: Keeper, watch: Watch | None
     ) -> None:
         self.run, self.observers, self.progress, self.keeper, self.watch = run, observers, progress, keeper, watch
-        self.save_wished = self.stop_wished = False
+        self.save_wished = self.stop_wished = self.check_due = False
+        self.noise_scale: float | None = None
         self._ahead: tuple[int, list[list[Pass]]] = (-1, [])
         run.step.say = self._say
 
@@ -83,6 +84,7 @@ class _Fit:
             self._say(note)
         fast.prepare(run, progress.step)
         validation = Validation(run.step, run.validation, run.validation_samples)
+        averaged = Averaged(run.step, run.train, run.sampler) if run.step.ema is not None else None
         if self.watch:
             run.step.mark = self.watch.mark
         run.step.mark(progress.step, "data")
@@ -92,7 +94,9 @@ class _Fit:
             samples_per_s = int(run.sampler.step_bounds[progress.step - first]) / progress.epoch_time_s
             progress.train_time_s += progress.epoch_time_s
             run.step.statistics.average(world)
-            check_agreement(model.state_dict(), world, f"after epoch {epoch + 1}")
+            check_agreement({**model.state_dict(), **run.step.kept()}, world, f"after epoch {epoch + 1}")
+            if averaged is not None:
+                averaged.put_in(epoch)
             metrics = validation()
             self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss")
             if config.target_accuracy and "accuracy" not in metrics:
@@ -104,6 +108,7 @@ class _Fit:
                 "epoch_time_s": progress.epoch_time_s,
                 "samples_per_s": samples_per_s,
                 **{f"val_{name}": value for name, value in metrics.items()},
+                **({"noise_scale": self.noise_scale} if self.noise_scale is not None else {}),
             }
             for observer in self.observers:
                 observer.epoch(row)
@@ -119,7 +124,9 @@ class _Fit:
             hit = config.target_accuracy and metrics["accuracy"] >= config.target_accuracy
             progress.hits = progress.hits + 1 if hit else 0
             if progress.hits >= config.patience or progress.step >= run.step.schedule.total_steps:
-                break
+                break  # with the averaged weights in place, where there are any
+            if averaged is not None:
+                averaged.take_out()
         status = "target reached" if progress.hits >= config.patience else "done"
         progress.result = replace(progress.result, status=status, model_sha256=model_sha256(model))
 
@@ -140,9 +147,14 @@ class _Fit:
             values = run.step(progress.step, inputs, passes, samples, self._wishes())
             self._tell(meter.push(progress.step, values), epoch, begin, first + steps)
             progress.step += 1
-            if config.check_every and progress.step % config.check_every == 0:
+            self.save_wished |= self.keeper.due(progress.step)
+            self.check_due |= bool(config.check_every) and progress.step % config.check_every == 0
+            if run.step.local is not None and run.step.local.apart:
+                continue  # in a few steps all parts are the same again: everything that looks at weights waits for that
+            if self.check_due:
+                self.check_due = False
                 check_agreement(dict(run.step.model.named_parameters()), run.world, f"after step {progress.step}")
-            if self.save_wished or self.stop_wished or self.keeper.due(progress.step):
+            if self.save_wished or self.stop_wished:
                 self._tell(meter.flush(), epoch, begin, first + steps)
                 progress.epoch_time_s = time.perf_counter() - begin
                 self._save_or_stop()
@@ -180,7 +192,9 @@ class _Fit:
             progress.result = replace(progress.result, steps=step + 1)
             row = progress.rows.add(metrics, run.config.log_every, step + 1 == end)
             if row is not None:
-                about = {"step": step + 1, "epoch": epoch + 1, "lr": run.step.schedule.lr(step)}
+                row, lr = run.step.explain(row, run.step.schedule.lr(step))
+                self.noise_scale = row.get("noise_scale")
+                about = {"step": step + 1, "epoch": epoch + 1, "lr": lr}
                 time_s = progress.train_time_s + time.perf_counter() - begin
                 for observer in self.observers:
                     observer.step({**about, "time_s": time_s, **row})

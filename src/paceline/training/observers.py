@@ -178,6 +178,8 @@ class Printer:
         ]
         others = [name for name in row if name.startswith("val_") and name != "val_loss"]
         words += [f"Validation {name[4:].replace('_', ' ').title()} = {row[name]:.4f}" for name in others]
+        if "noise_scale" in row:
+            words.append(f"Noise Scale = {row['noise_scale']:.0f}")
         self._line(", ".join(words))
 
     def end(self, result: Result, model: nn.Module | None) -> None:

@@ -6,6 +6,7 @@ the model are their mean, taken only when they are needed: for validation and at
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -49,6 +50,25 @@ class Grouping:
 
 def choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) -> Grouping:
     """What `--parts-at-once` comes to for this model. A UsageError where it cannot be."""
+    grouping = _choose_grouping(model, config, parts, workers)
+    if not measures_noise(config) or workers > 1 or grouping.at_once < parts:
+        return grouping
+    if parts == 1 or grouping.one_pass:
+        why = "a norm takes the whole step at once" if parts > 1 else "there is one part"
+        asks = "--measure-noise" if config.measure_noise else "--lr-rule adascale"
+        fix = "norm=part or batch" if parts > 1 else "--virtual-workers 2 or more"
+        raise UsageError(f"{asks} compares the gradients of parts, and {why}: use {fix}")
+    if config.parts_at_once:
+        raise UsageError(f"--parts-at-once {config.parts_at_once} leaves one gradient a step, and no noise to measure: use less")
+    return Grouping(-(-parts // 2), "together, in two halves to compare")
+
+
+def measures_noise(config: Config) -> bool:
+    """Whether the gradients of parts are compared."""
+    return config.measure_noise or config.lr_rule == "adascale"
+
+
+def _choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) -> Grouping:
     most, asked = -(-parts // workers), config.parts_at_once
     spanning = next((_called(name) for name, module in model.named_modules() if _spans_workers(module)), None)
     if spanning is not None:
@@ -63,6 +83,12 @@ def choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) 
                 f" {most} parts must run at once; leave --parts-at-once out"
             )
         return Grouping(most, "together: one norm over the whole step", one_pass=True)
+    apart = "climbs by itself" if config.sam_rho else "has its own gradient" if config.lr_rule == "adascale" else ""
+    if apart:
+        if asked > 1:
+            option = "--sam-rho" if config.sam_rho else "--lr-rule adascale"
+            raise UsageError(f"--parts-at-once {asked}: with {option} every part {apart}; use --parts-at-once 1")
+        return Grouping(1, f"in turn: each {apart}" if most > 1 else "one a worker")
     cannot = can_group(model)
     if asked > 1:
         if cannot:
@@ -191,6 +217,18 @@ class Statistics:
                     start += own[name].numel()
                 own["num_batches_tracked"].copy_(counts[0, i])
         self.rest()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Passes in here change copies of the statistics in use."""
+        used = [dict(layer._buffers) for layer in self._layers]
+        for layer in self._layers:
+            layer._buffers.update({name: cast(Tensor, layer._buffers[name]).clone() for name in _NAMES})
+        try:
+            yield
+        finally:
+            for layer, buffers in zip(self._layers, used, strict=True):
+                layer._buffers.update(buffers)
 
     def rest(self) -> None:
         """Point the layers back at the model's own buffers."""

@@ -9,12 +9,14 @@ the factor is n * P / R.
 import inspect
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -24,6 +26,10 @@ from paceline.dist.reduce import ExactReducer
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim.schedules import Schedule
+from paceline.training.ema import Ema
+from paceline.training.gradients import Jitter, Sam
+from paceline.training.local import Local
+from paceline.training.noise import Noise, adascale_gain, noise_scale
 from paceline.training.parts import Pass, Statistics
 from paceline.training.task import Objective
 
@@ -32,6 +38,7 @@ Captured = Callable[[int, Iterator[Inputs]], Tensor | None]
 """A step's number and inputs -> its metrics; None, with no input taken, where there is no graph of it."""
 
 MOST_METRICS = 16
+_NOISE = ("gradient_variance", "gradient_square")
 WISHES = 2  # to write a checkpoint, to stop: they ride with the metrics, so that all workers learn of them at the same step
 
 
@@ -50,10 +57,15 @@ class Step:
         loader: Loader,
         parts: int,
         groups: Sequence[range],
+        full: int,
+        noise: Noise | None = None,
     ) -> None:
         self.model, self.world, self.schedule, self._make = model, world, schedule, loader.make
         self.objective, self.config, self.optimizer = objective, config, optimizer
         self.groups, self.statistics = groups, Statistics(model, groups, parts)
+        self._full, self._measuring = full, False
+        self._unit = 0, 0.0
+        """The first part of those that the pass under way adds to, and what their loss counts for so far."""
         self._carrier = _Carrier(model).to(world.device)
         exact = config.reduce == "exact"
         self._wrapped: Any = self._carrier if exact else _wrap(self._carrier, world)
@@ -65,9 +77,21 @@ class Step:
         self._looked = False
         self.random = False
         """Whether a pass draws random numbers, as far as the first one shows."""
-        on_device = world.device.type == "cuda" and all(group.get("fused") for group in optimizer.param_groups)
-        self.lr = torch.zeros((), device=world.device) if on_device else None
-        """The learning rate as a tensor, so that a captured step can be told another; only fused optimizers read it unasked."""
+        read_lr = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+        scales = {group.setdefault("lr_scale", 1.0) for group in optimizer.param_groups}
+        self.lrs: dict[float, Tensor] = {}
+        """The learning rate as a tensor, times what some groups have it multiplied by: so a captured step can be told another.
+        Empty where the optimizer would read it from the host."""
+        if world.device.type == "cuda" and read_lr:
+            self.lrs = {scale: torch.zeros((), device=world.device) for scale in scales}
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.noise = noise
+        self._sam = Sam(trained, config.sam_rho) if config.sam_rho else None
+        self._jitter = Jitter(trained, config.gradient_noise, config.seed) if config.gradient_noise else None
+        self.ema = Ema(model, config.ema) if config.ema else None
+        self.local = Local(self, parts, groups) if config.local_steps else None
+        if noise is not None and self._reducer is None and not _alone(world):
+            self._wrapped.register_comm_hook(None, self._measure_and_average)
         self._wish = torch.zeros(WISHES, device=world.device)
         self._wished = (False,) * WISHES
         self.captured: Captured | None = None
@@ -91,6 +115,8 @@ class Step:
         """Train on the next `len(passes)` of this worker's inputs; returns the step's metrics and wishes, still on the device:
         means over the samples of all workers, the same numbers on each. On a GPU they are good until the next step.
         """
+        if self.local is not None and self.local.takes(step):
+            return self.local(step, inputs, passes, step_samples, wishes)
         self.begin(step, wishes)
         done = self.captured(step, inputs) if self.captured is not None else None
         return self.run(inputs, passes, step_samples) if done is None else done
@@ -99,10 +125,15 @@ class Step:
         """Set what differs from step to step beside the inputs."""
         self.now = step
         lr = self.schedule.lr(step)
-        if self.lr is not None:
-            self.lr.fill_(lr)  # the number travels with the kernel's launch: no copy to wait for
+        for scale, tensor in self.lrs.items():
+            tensor.fill_(lr * scale)  # the number travels with the kernel's launch: no copy to wait for
         for group in self.optimizer.param_groups:
-            group["lr"] = lr if self.lr is None else self.lr
+            scale = group["lr_scale"]
+            group["lr"] = self.lrs[scale] if self.lrs else lr * scale
+        if self._jitter is not None:
+            self._jitter.begin(step)
+        if self.ema is not None:
+            self.ema.begin(step)
         if wishes != self._wished:
             self._wished = wishes
             for wish, wished in zip(self._wish, wishes, strict=True):
@@ -116,30 +147,77 @@ class Step:
         loss: Loss | None = None,
     ) -> Tensor:
         """All passes, the reduction and the optimizer; `loss` may be a compiled `self.loss`."""
+        noise = self.noise if step_samples == self._full else None  # a smaller step has parts of other sizes
+        self._measuring = noise is not None
+        if noise is not None:
+            noise.start()
         for number, item in enumerate(passes):
             final = number == len(passes) - 1
             self.mark(self.now, "data")
             given = next(inputs)
             self.mark(self.now, "forward")
             self.statistics.use(item)
-            with nullcontext() if final else self._apart():
-                share, wish = self._terms(item, step_samples, final)
+            share, wish = self._terms(item, step_samples, final)
+            self._unit = item.parts[0], share + (self._unit[1] if item.micro else 0.0)
+            aside = self._climb(given, item) if self._sam is not None else nullcontext()
+            with nullcontext() if final else self._apart(), aside:
                 if loss is not None:
                     total = loss(given, share, wish)
                 else:
                     total = self._weigh(self._forward(self._make(given), item), share, wish)
                 self.mark(self.now, "backward")
                 total.backward()  # type: ignore[no-untyped-call]
+            if self._sam is not None:
+                self._sam.descend()
+            if noise is not None and item.last and (self._reducer is not None or not final or _alone(self.world)):
+                noise.take(*self._unit, sums=self._reducer is None)
             if self._reducer is not None and item.last:
                 self._reducer.add()
         if self._reducer is not None:
             self.mark(self.now, "reduce")
             self._reducer.finish()
+        if noise is not None:
+            noise.finish(self.world)
+        self.update()
+        out = self._carrier.unload()
+        return out if self.noise is None else torch.cat((out, self.noise.state.float()))
+
+    def update(self) -> None:
+        """The optimizer's step, with the gradients that are there."""
         if self.config.clip_norm:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        if self._jitter is not None:
+            self._jitter.add()
+        if self.noise is not None and self.config.lr_rule == "adascale":
+            gain = self.noise.gain(self.config.reference_batch)
+            for tensor in self.lrs.values():
+                tensor.mul_(gain)
+            for group in () if self.lrs else self.optimizer.param_groups:
+                group["lr"] *= float(gain)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return self._carrier.unload()
+        if self.ema is not None:
+            self.ema.update()
+
+    def kept(self) -> dict[str, Tensor]:
+        """What a step changes beside the model, its statistics and the optimizer's state."""
+        kept = {} if self.noise is None else {"noise": self.noise.state}
+        return kept if self.ema is None else {**kept, **{f"ema.{i}": tensor for i, tensor in enumerate(self.ema.tensors())}}
+
+    def _climb(self, given: Inputs, item: Pass) -> Any:
+        """Take the weights uphill; returns a context in which batch norm leaves the running statistics alone."""
+        assert self._sam is not None
+        with autocast(self.config, self.world):
+            values = self.objective(self.model, self._make(given))
+        self._sam.climb(values["loss"].mean())
+        return self.statistics.aside()
+
+    def _measure_and_average(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's own averaging, with a look at this worker's gradients before it."""
+        if self._measuring and self.noise is not None:
+            pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+            self.noise.add(*self._unit, {p: grad for p, grad in pairs if p is not self._carrier.cargo})
+        return allreduce_hook(dist.group.WORLD, bucket)
 
     def dry_run(self, inputs: Sequence[Inputs], passes: Sequence[Pass], step_samples: int, loss: Loss) -> None:
         """All forward and backward passes, by this worker alone: one that fails leaves nobody in a collective. Nothing but
@@ -176,8 +254,20 @@ class Step:
 
     def read(self, values: Sequence[float]) -> tuple[dict[str, float], tuple[bool, bool]]:
         """A step's metrics by name, and the wishes: to write a checkpoint, to stop."""
-        save, stop = values[MOST_METRICS:]
-        return dict(zip(self.metrics, values, strict=False)), (save > 0, stop > 0)
+        save, stop = values[MOST_METRICS : MOST_METRICS + WISHES]
+        noise = dict(zip(_NOISE, values[MOST_METRICS + WISHES :], strict=False))
+        return dict(zip(self.metrics, values, strict=False)) | noise, (save > 0, stop > 0)
+
+    def explain(self, row: Mapping[str, float], lr: float) -> tuple[dict[str, float], float]:
+        """A row of means for people, with the noise scale where it is measured, and the learning rate with AdaScale's gain."""
+        found = {name: value for name, value in row.items() if name not in _NOISE}
+        if self.noise is None:
+            return found, lr
+        variance, square = (row[name] for name in _NOISE)
+        found["noise_scale"] = noise_scale(variance, square)
+        if self.config.lr_rule == "adascale":
+            found["gain"] = adascale_gain(variance, square, self._full, self.config.reference_batch)
+        return found, lr * found.get("gain", 1.0)
 
     def _forward(self, batch: Batch, item: Pass) -> dict[str, Tensor]:
         if not self._looked:

@@ -122,6 +122,35 @@ def test_what_is_in_it(tmp_path: Path) -> None:
     assert run.step.metrics == tuple(saved.facts["metrics"])
 
 
+@pytest.mark.parametrize("options", [{}, {"local_steps": 2, "local_after": 0.3, "virtual_workers": 3, "global_batch": 24}])
+def test_averages_come_back(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Interrupted before and after a validation, which looks at the averages while training goes on with its own weights."""
+    options = {"ema": 0.9, "reduce": "exact", "keep": 100, "checkpoint_every": "2", "epochs": 3, **options}
+    calm, _, whole = one_run(tmp_path / "calm", **options)
+    for fail_at in (6, 20):
+        with pytest.raises(InterruptedError):
+            one_run(tmp_path / "x", resumes=True, fail_at=fail_at, **options)
+    run, _, result = one_run(tmp_path / "x", resumes=True, **options)
+    assert (result.model_sha256, result.metrics) == (whole.model_sha256, whole.metrics)
+    for one, other in zip(run.step.ema.tensors(), calm.step.ema.tensors(), strict=True):  # type: ignore[union-attr]
+        assert one.equal(other)
+    first, second = (load_latest(tmp_path / name, quiet) for name in ("calm", "x"))
+    assert first is not None
+    assert second is not None
+    assert first.step == second.step
+    assert sum(name.startswith("ema.") for name in first.tensors) == 6
+    assert all(tensor.equal(second.tensors[name]) for name, tensor in first.tensors.items())
+
+
+def test_records_from_before_there_was_an_option() -> None:
+    options = {"seed": 0, "reduce": "fast"}
+    check_options(options, Config())
+    before = {"options": options, "task": "t", "data": "", "model": ""}
+    _check_identity(before, {**before, "options": {**options, "ema": 0.0, "local_steps": 0}})
+    with pytest.raises(UsageError, match=r"--ema was 0\.0, is 0\.9"):
+        _check_identity(before, {**before, "options": {**options, "ema": 0.9}})
+
+
 class Own(Dataset[tuple[Tensor, int]]):
     """A user's own data set, and one that is not quite the same."""
 

@@ -311,3 +311,76 @@ def test_what_comes_before_the_first_step_can_be_stopped_at_once(monkeypatch: py
         task = blobs()
         fit(build(task, make_config(task.defaults, {"max_steps": 1}), here), (), watch=Watch())  # type: ignore[arg-type]
     assert phases[:3] == ["loading", "prepared", "data"]
+
+
+class Cut(nn.Module):
+    """Two batch norms; `cuts` is what `--norm-part` should make of them, written out with torch's own."""
+
+    def __init__(self, cuts: int = 0) -> None:
+        super().__init__()
+        self.first, self.norm, self.last, self.then = nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.BatchNorm1d(3)
+        self.cuts = cuts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._norm(self.then, self.last(torch.tanh(self._norm(self.norm, self.first(x)))))
+
+    def _norm(self, norm: nn.Module, x: Tensor) -> Tensor:
+        if not self.cuts or not self.training:
+            return norm(x)
+        pieces, outputs, moved = -(-len(x) // self.cuts), {}, []
+        for piece in range(pieces):
+            running = [norm.running_mean.clone(), norm.running_var.clone()]
+            outputs[piece] = nn.functional.batch_norm(x[piece::pieces], *running, norm.weight, norm.bias, True, 0.1)
+            moved.append(torch.stack(running))
+        mean, variance = torch.stack(moved).mean(0)
+        norm.running_mean.copy_(mean)
+        norm.running_var.copy_(variance)
+        norm.num_batches_tracked += 1
+        return torch.stack([outputs[i % pieces][i // pieces] for i in range(len(x))])
+
+
+def cut_task(cuts: int = 0) -> Task:
+    return Task(**{**vars(blobs()), "model": lambda: Cut(cuts)})
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("size", [4, 5, 100])
+def test_batch_norm_over_cuts_of_a_part(parts: int, size: int) -> None:
+    """Steps of 24 samples, then two of other sizes: of a part's 12 or fewer, cuts of 5 are three of unequal sizes."""
+    options = {"global_batch": 24, "virtual_workers": parts, "parts_at_once": 1, "base_lr": 0.02}
+    found, expected = alone(cut_task(), norm_part=size, **options), alone(cut_task(size), **options)
+    assert found.weights.keys() == expected.weights.keys() == Cut().state_dict().keys()
+    for name, weights in expected.weights.items():
+        np.testing.assert_allclose(found.weights[name], weights, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert found.weights["norm.num_batches_tracked"] == 10
+    usual = alone(cut_task(), **options)
+    assert np.allclose(usual.weights["norm.running_var"], found.weights["norm.running_var"], rtol=1e-3) == (size == 100)
+
+
+def test_cuts_of_parts_that_share_a_pass() -> None:
+    options = {"global_batch": 24, "virtual_workers": 4, "norm_part": 3, "base_lr": 0.02}
+    together, in_turn = (alone(blobs(norm=True), parts_at_once=count, **options) for count in (0, 1))
+    for name, weights in together.weights.items():
+        np.testing.assert_allclose(in_turn.weights[name], weights, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert (together.weights["1.running_var"] > 0).all()
+
+
+class Custom(nn.BatchNorm1d):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (Custom, "--norm-part 4 cannot cut its batch: 1 is a Custom; leave"),
+        (nn.SyncBatchNorm, "1 is a SyncBatchNorm, which takes its statistics over all workers; leave"),
+    ],
+)
+def test_norms_that_cannot_be_cut(layer: Any, said: str) -> None:
+    task = Task(**{**vars(blobs()), "model": lambda: nn.Sequential(nn.Linear(5, 8), layer(8), nn.Linear(8, 3))})
+    with pytest.raises(UsageError, match=said):
+        alone(task, norm_part=4)
+
+
+def test_nothing_to_cut_is_said() -> None:
+    assert alone(blobs(), norm_part=4).watcher.notes == ["--norm-part 4 changes nothing: the model has no plain batch norm"]

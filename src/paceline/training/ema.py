@@ -1,0 +1,59 @@
+"""A moving average of the weights (`--ema`): after every step, average += (1 - decay) * (weights - average).
+
+Polyak & Juditsky's averaging with a forgetting factor: the average of the last 1 / (1 - decay) steps or so has less of the
+noise that a large learning rate leaves in the weights. It is what is validated and saved; training never sees it. In the first
+steps the decay is at most (1 + step) / (10 + step), so that the untrained weights are soon forgotten.
+
+Batch-norm statistics of the training weights do not fit the average: `evaluate.Averaged` takes new ones.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class Ema:
+    """The averages of a model's trained parameters, on its device, in float32 at least."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._decay = decay
+        self._trained = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+        wide = [torch.promote_types(parameter.dtype, torch.float32) for parameter in self._trained]
+        self._averages = [p.to(dtype, copy=True) for p, dtype in zip(self._trained, wide, strict=True)]
+        self._weight = torch.zeros((), device=self._trained[0].device)  # read by a captured step
+        self._kept: list[Tensor] | None = None
+        self.paused = False
+        """Weights are not taken in: those of one part alone (`local.py`)."""
+
+    def begin(self, step: int, steps: int = 1) -> None:
+        """Set what the weights after step `step` will count for: as much as `steps` steps, where that many made them."""
+        self._weight.fill_(1 - min(self._decay, (1 + step) / (10 + step)) ** steps)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights of now. No wait for the device, and nothing of the host's: it can be part of a CUDA graph.
+
+        Not `_foreach_lerp_`, which reads a weight on the device back to the host.
+        """
+        if self.paused:
+            return
+        distances = torch._foreach_sub(self._trained, self._averages)
+        torch._foreach_mul_(distances, self._weight)
+        torch._foreach_add_(self._averages, distances)
+
+    def tensors(self) -> list[Tensor]:
+        """All that an update changes."""
+        return self._averages
+
+    @torch.no_grad()
+    def put_in(self) -> None:
+        """Give the model the averages for weights, in place: DDP and captured graphs hold those tensors."""
+        assert self._kept is None, "the averages are in the model already"
+        self._kept = [parameter.clone() for parameter in self._trained]
+        torch._foreach_copy_(self._trained, self._averages)
+
+    @torch.no_grad()
+    def take_out(self) -> None:
+        """Give the model its training weights back, bit for bit."""
+        assert self._kept is not None, "the averages are not in the model"
+        torch._foreach_copy_(self._trained, self._kept)
+        self._kept = None
