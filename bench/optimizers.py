@@ -4,8 +4,8 @@
 
 Every optimizer has a copy of the network and gradients that stay as they are; nothing else runs. In each round all of them take
 their turn, so that a busy machine slows all; the result is each one's time in that round over AdamW's, and medians. `eager` is
-the call as a training loop would make it, with the wait for the device once after all steps of a turn; on a GPU `graph` is the
-same step replayed from a CUDA graph, as Paceline's own loop does it. torch-optimizer 0.3.0's LARS, LAMB and NovoGrad are
+the call as somebody's own training loop would make it, with the wait for the device once after all steps of a turn (on a GPU
+ours then replay a graph of their own); on a GPU `graph` is the step as part of a graph, as Paceline's own loop has it. torch-optimizer 0.3.0's LARS, LAMB and NovoGrad are
 measured where they can be imported (`bench/peers/requirements.txt`); they read norms on the host, so no graph takes them. The
 first round is warm-up and left out.
 """
@@ -85,6 +85,8 @@ def prepare(args: argparse.Namespace, way: str) -> dict[str, Callable[[], Any]]:
     steps: dict[str, Callable[[], Any]] = {}
     for name in OURS:
         optimizer = make_optimizer(network(args), Config(optimizer=name, base_lr=1e-4))
+        for each in getattr(optimizer, "inner", (optimizer,)):
+            each.records = way == "eager"  # as those who use the class by itself have it
         if on_gpu:  # as in Paceline's loop; a lr in a tensor is what a graph can be told anew
             for group in optimizer.param_groups:
                 group["lr"] = torch.tensor(1e-4, device=args.device)
@@ -109,7 +111,11 @@ def captured(step: Callable[[], Any]) -> Callable[[], Any]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             step()
-    return graph.replay
+
+    def replay(held: Any = step) -> None:  # the graph works on memory that only the optimizer keeps
+        graph.replay()
+
+    return replay
 
 
 def timed(step: Callable[[], Any], steps: int, on_gpu: bool) -> float:

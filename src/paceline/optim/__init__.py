@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.config import Config
 from paceline.errors import UsageError, unknown
+from paceline.optim.flat import Flat
 from paceline.optim.lamb import Lamb as Lamb
 from paceline.optim.lars import Lars as Lars
 from paceline.optim.muon import Muon as Muon
@@ -161,7 +162,11 @@ def make_optimizer(model: nn.Module, config: Config) -> Optimizer:
         if not entry.sparse:
             raise UsageError(f"--optimizer {config.optimizer} does not take the sparse gradients of this model: use sgd")
         config = replace(config, fast="off")  # fused kernels do not take the sparse gradients of such a layer
-    return entry.make(model, config)
+    optimizer = entry.make(model, config)
+    for each in optimizer.inner if isinstance(optimizer, Paired) else (optimizer,):
+        if isinstance(each, Flat):
+            each.records = False  # the loop records whole steps
+    return optimizer
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = False) -> Groups:

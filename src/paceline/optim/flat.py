@@ -129,6 +129,23 @@ def index_of(parameters: Sequence[Tensor]) -> Tensor:
     return torch.arange(len(parameters), dtype=torch.int32).repeat_interleave(sizes)
 
 
+class _Record:
+    """A step as a CUDA graph, and what it was recorded for."""
+
+    def __init__(self) -> None:
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.lrs: list[Tensor] = []
+        self._told: Any = None
+        self._calls = 0
+
+    def is_ready(self, told: Any) -> bool:
+        """Whether this is what the last two calls were told, too: options, and where the weights lie."""
+        if told != self._told:
+            self._told, self._calls, self.graph = told, 0, None
+        self._calls += 1
+        return self._calls > 2
+
+
 class Flat(Optimizer):
     """An optimizer whose `update` is written once, for all tensors of a pack."""
 
@@ -136,6 +153,9 @@ class Flat(Optimizer):
     """State with a value for each element."""
     values: ClassVar[tuple[str, ...]] = ()
     """State with one value a parameter."""
+    records: bool = True
+    """On a GPU, replay the step as a CUDA graph from its third call on: one launch. Set it to False where somebody else records
+    whole training steps, as Paceline's own loop does."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         """`capturable` tells who sets the learning rate that it may be a tensor on the device."""
@@ -146,6 +166,7 @@ class Flat(Optimizer):
             if not 0 <= beta < 1:
                 raise ValueError(f"{type(self).__name__}: a beta is {beta}: it must be at least 0 and less than 1")
         self._packs: list[list[Pack]] = []
+        self._record = _Record()
         super().__init__(params, {**defaults, "capturable": True})
 
     def update(self, pack: Pack, group: Mapping[str, Any]) -> None:
@@ -159,6 +180,8 @@ class Flat(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.records and self._replay():
+            return loss
         for group, packs in zip(self.param_groups, self._packs, strict=True):
             for pack in packs:
                 gradients = [parameter.grad for parameter in pack.parameters]
@@ -166,6 +189,32 @@ class Flat(Optimizer):
                     part.load(present)
                     self.update(part, group)
         return loss
+
+    def _replay(self) -> bool:
+        """The step as a graph. False, with nothing done, where it cannot be, or has not been the same for three calls."""
+        record, packs = self._record, [pack for packs in self._packs for pack in packs]
+        parameters = [parameter for pack in packs for parameter in pack.parameters]
+        devices = {parameter.device for parameter in parameters}
+        if len(devices) != 1 or parameters[0].device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return False
+        if any(p.grad is None or p.grad.layout is not torch.strided for p in parameters):
+            return False
+        told = [{name: group[name] for name in group if name not in ("params", "lr")} for group in self.param_groups]
+        if not record.is_ready((told, [parameter.data_ptr() for parameter in parameters])):
+            return False
+        if record.graph is None:
+            record.lrs = [torch.zeros((), device=parameters[0].device) for _ in self.param_groups]
+            record.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(record.graph, capture_error_mode="thread_local"):  # other threads may use the GPU
+                for group, of_group, lr in zip(self.param_groups, self._packs, record.lrs, strict=True):
+                    for pack in of_group:
+                        self.update(pack, {**group, "lr": lr})
+        for pack in packs:
+            pack.load([parameter.grad for parameter in pack.parameters if parameter.grad is not None])
+        for group, lr in zip(self.param_groups, record.lrs, strict=True):
+            lr.copy_(group["lr"]) if isinstance(group["lr"], Tensor) else lr.fill_(group["lr"])
+        record.graph.replay()
+        return True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also makes the group's state."""
@@ -184,6 +233,7 @@ class Flat(Optimizer):
         """Reached by unpickling and copying, which bring no buffers, and by `load_state_dict`."""
         super().__setstate__(state)
         given = dict(self.state)
+        self._record = _Record()
         if "_packs" not in self.__dict__:
             self._packs = [self._pack(group["params"]) for group in self.param_groups]
         self._adopt(given)

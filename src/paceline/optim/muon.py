@@ -89,7 +89,7 @@ class Paired(Optimizer):
 
     def __init__(self, first: Optimizer, second: Optimizer) -> None:
         """They belong to the pair from here on."""
-        self._inner: tuple[Optimizer, Optimizer] = (first, second)
+        self.inner: tuple[Optimizer, Optimizer] = (first, second)
         self._complete = False
         super().__init__([*first.param_groups, *second.param_groups], {})
         self._complete = True
@@ -102,7 +102,7 @@ class Paired(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for inner in self._inner:
+        for inner in self.inner:
             inner.step()
         return loss
 
@@ -117,7 +117,7 @@ class Paired(Optimizer):
         begin = 0
         if len(state_dict["param_groups"]) != len(self.param_groups):
             raise ValueError("loaded state dict has a different number of parameter groups")
-        for inner in self._inner:
+        for inner in self.inner:
             groups = state_dict["param_groups"][begin : begin + len(inner.param_groups)]
             numbers = set(chain.from_iterable(group["params"] for group in groups))
             state = {number: value for number, value in state_dict["state"].items() if number in numbers}
@@ -127,7 +127,7 @@ class Paired(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """With both optimizers, for copies and pickles."""
-        return {**super().__getstate__(), "_inner": self._inner, "_complete": True}
+        return {**super().__getstate__(), "inner": self.inner, "_complete": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -135,13 +135,13 @@ class Paired(Optimizer):
 
     def _tie(self) -> None:
         """One dictionary of state for all three, and the same groups."""
-        states = [dict(inner.state) for inner in self._inner]
+        states = [dict(inner.state) for inner in self.inner]
         self.state.clear()
-        for inner, state in zip(self._inner, states, strict=True):
+        for inner, state in zip(self.inner, states, strict=True):
             own = set(chain.from_iterable(group["params"] for group in inner.param_groups))
             self.state.update({parameter: value for parameter, value in state.items() if parameter in own})
             inner.state = self.state
-        self.param_groups = [group for inner in self._inner for group in inner.param_groups]
+        self.param_groups = [group for inner in self.inner for group in inner.param_groups]
 
 
 def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

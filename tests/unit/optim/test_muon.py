@@ -130,7 +130,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> d
 @pytest.mark.parametrize("rest", ["sgd", "adamw"])
 def test_a_pair_is_its_two_optimizers(rest):
     model, other = network(), network()
-    optimizer, (first, second) = pair(model, rest), pair(other, rest)._inner
+    optimizer, (first, second) = pair(model, rest), pair(other, rest).inner
 
     class Both:
         def zero_grad(self) -> None:

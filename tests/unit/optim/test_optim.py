@@ -134,7 +134,7 @@ def test_muon_as_configured(model, rest, cls):
     )
     made = make_optimizer(model, config)
     assert isinstance(made, Paired)
-    assert [type(inner) for inner in made._inner] == [Muon, cls]
+    assert [type(inner) for inner in made.inner] == [Muon, cls]
     matrices, weights, others = made.param_groups
     assert names(model, matrices) == {"0.weight"}  # 3.weight is the head
     assert (matrices["lr"], matrices["lr_scale"], matrices["weight_decay"], matrices["momentum"]) == (0.2, 1.0, 0.02, 0.8)
