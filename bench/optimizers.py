@@ -5,9 +5,9 @@
 Every optimizer has a copy of the network and gradients that stay as they are; nothing else runs. In each round all of them take
 their turn, so that a busy machine slows all; the result is each one's time in that round over AdamW's, and medians. `eager` is
 the call as somebody's own training loop would make it, with the wait for the device once after all steps of a turn (on a GPU
-ours then replay a graph of their own); on a GPU `graph` is the step as part of a graph, as Paceline's own loop has it. torch-optimizer 0.3.0's LARS, LAMB and NovoGrad are
-measured where they can be imported (`bench/peers/requirements.txt`); they read norms on the host, so no graph takes them. The
-first round is warm-up and left out.
+ours then replay a graph of their own); on a GPU `graph` is the step as part of a graph, as Paceline's own loop has it.
+torch-optimizer 0.3.0's LARS, LAMB and NovoGrad are measured where they can be imported (`bench/peers/requirements.txt`); they
+read norms on the host, so no graph takes them. The first round is warm-up and left out.
 """
 
 import argparse

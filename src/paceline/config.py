@@ -219,7 +219,9 @@ _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("parts_at_once", "max_restarts", "grace_s", "eval_batch"), 0),
     **dict.fromkeys(("node_id", "train_samples", "crop", "loader_workers", "base_lr", "weight_decay", "clip_norm"), 0),
     **dict.fromkeys(("warmup_epochs", "warmup_steps", "warmup_from", "max_steps", "seed", "check_every"), 0),
-    **dict.fromkeys(("trust_coefficient", "rest_lr", "sam_rho", "gradient_noise", "norm_part", "local_steps", "step_factor"), 0),
+    **dict.fromkeys(
+        ("trust_coefficient", "rest_lr", "sam_rho", "gradient_noise", "norm_part", "local_steps", "step_factor"), 0
+    ),
 }
 _FRACTIONS = ("erase", "momentum", "beta1", "beta2", "label_smoothing", "target_accuracy", "peak_at", "ema", "local_after")
 

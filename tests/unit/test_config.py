@@ -246,3 +246,22 @@ def test_unreadable_recipes(tmp_path):
     (tmp_path / "latin.toml").write_bytes(b'model = "\xff"')
     with pytest.raises(UsageError, match="not valid TOML"):
         read_recipe(str(tmp_path / "latin.toml"))
+
+
+def test_betas_are_the_optimizers_own_unless_given():
+    assert (Config().beta1, Config().beta2) == (0.9, 0.999)
+    assert (Config(optimizer="novograd").beta1, Config(optimizer="novograd").beta2) == (0.95, 0.98)
+    assert Config(optimizer="novograd", beta2=0.0).beta2 == 0.0
+    assert make_config({"optimizer": "novograd"}, {"optimizer": "lamb"}).beta1 == 0.9
+
+
+@pytest.mark.parametrize("text", ["", "half", "0,0.5", "0.5,1", "0.5;0.75"])
+def test_step_at_is_fractions_of_the_run(text):
+    with pytest.raises(UsageError, match="--step-at is"):
+        Config(step_at=text)
+
+
+@pytest.mark.parametrize("other", [{"sam_rho": 0.1}, {"measure_noise": True}, {"lr_rule": "adascale"}])
+def test_local_steps_have_no_common_gradient(other):
+    with pytest.raises(UsageError, match="--local-steps does not go with"):
+        Config(local_steps=4, **other)

@@ -3,12 +3,15 @@
 import importlib.util
 import json
 import re
+import statistics
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import paceline.cli
+from paceline.config import make_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,15 +57,41 @@ def test_what_the_readme_says_of_a_gpu_is_the_committed_result() -> None:
     assert f"{found['checkpoint']['median_ms']:.1f} ms" in readme
 
 
+@pytest.mark.parametrize("name", ["batch", "ingredients", "workers", "course", "step", "registry"])
+def test_the_optimizer_pages_tables_are_the_committed_results(name: str) -> None:
+    table = load("study_tables", "tools").tables()[name]
+    assert table in (ROOT / "docs" / "OPTIMIZERS.md").read_text()
+    assert name != "batch" or table in (ROOT / "README.md").read_text()
+
+
+def test_what_is_said_of_an_optimizers_step_is_the_committed_result() -> None:
+    eager, readme = result("optimizers")["eager"]["by_optimizer"], (ROOT / "README.md").read_text()
+    said = {name: f"{eager[name]['over_adamw']['median']:.2f}" for name in ("lars", "novograd", "lamb")}
+    assert f"a step of LARS takes {said['lars']}, of NovoGrad {said['novograd']} and of LAMB {said['lamb']} times" in readme
+
+
+def test_the_packaged_recipes_are_the_studys_arms() -> None:
+    """What a recipe says of itself is what its arm did, and its options are the arm's."""
+    study = tomllib.loads((ROOT / "studies" / "batch.toml").read_text())
+    runs = json.loads((ROOT / "studies" / "results" / "batch.json").read_text())["runs"]
+    for batch in (128, 1024, 4096, 8192, 16384):
+        text = (ROOT / "recipes" / f"batch-{batch}.toml").read_text()
+        accuracies = [run["metrics"]["accuracy"] for run in runs if run["arm"] == f"muon {batch}"]
+        assert f"{statistics.mean(accuracies):.4f} in 10 epochs (n = {len(accuracies)}" in text
+        assert make_config({**study["options"], **study["arms"][f"muon {batch}"]}) == make_config(
+            tomllib.loads(text), {"checkpoint_every": "0"}
+        )
+
+
 @pytest.fixture(autouse=True)
 def benches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benches import what they have in common from their own folder."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
 
 
-def load(name: str) -> Any:
-    """A bench as a module."""
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / "bench" / f"{name}.py")
+def load(name: str, folder: str = "bench") -> Any:
+    """A bench or a tool as a module."""
+    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", ROOT / folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     bench = importlib.util.module_from_spec(spec)
@@ -82,7 +111,7 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 
 def test_every_flag_the_readme_names_exists() -> None:
-    known = {option for verb in ("train", "data") for option in _options(verb)}
+    known = {option for verb in ("train", "data", "study", "rehearse") for option in _options(verb)}
     scripts = "".join(path.read_text() for path in (ROOT / "fashion_mnist.py", *ROOT.glob("bench/*.py")))
     foreign = {"--nproc-per-node", "--ntasks-per-node", "--requeue"}
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (ROOT / "README.md").read_text())) - foreign:

@@ -15,20 +15,10 @@ from typing import Any
 from paceline.config import Config, check_options, flag, make_config, packaged_recipes, read_recipe, to_toml
 from paceline.dist.place import read_place
 from paceline.errors import UsageError
+from paceline.measure.results import compare_arm, difference_words, final_values, spread_words, table
+from paceline.measure.runs import NOT_ITS_OWN
 from paceline.measure.spread import Comparison
-from paceline.measure.study import (
-    NOT_ITS_OWN,
-    Arm,
-    Study,
-    compare_arm,
-    difference_words,
-    final_values,
-    merge,
-    parse_seeds,
-    run_study,
-    spread_words,
-    table,
-)
+from paceline.measure.study import Arm, Study, is_built_in, merge, parse_seeds, read_base, run_study
 
 REFERENCE = "reference"
 
@@ -53,7 +43,7 @@ def rehearse(given: Mapping[str, Any]) -> int:
     options = dict(given)
     task, recipe = options.pop("task"), options.pop("recipe", None)
     seeds, margin, per_device = options.pop("seeds", "3"), options.pop("margin", 0.005), options.pop("per_device", 1)
-    options = {**_of_recipe(recipe), **options} if recipe else options
+    options = {**read_base(recipe), **options} if recipe else options
     runs_dir = str(options.pop("runs_dir", Config.runs_dir))
     study, workers = make_rehearsal(task, options, seeds=parse_seeds(str(seeds)), margin=margin)
     place = read_place()
@@ -98,7 +88,7 @@ def make_rehearsal(
         Arm(name=REFERENCE, options={**plain, "virtual_workers": 1, "global_batch": reference_batch}, about="one worker"),
         Arm(name=f"{workers} workers as asked", options={**asked, **large}),
     ]
-    nearest = nearest_recipe(batch) if _is_built_in(task) else None
+    nearest = nearest_recipe(batch) if is_built_in(task) else None
     if nearest:
         kept = {name: value for name, value in plain.items() if name not in _FROM_RECIPE}
         kept |= {name: plain[name] for name in ("crop", "flip", "erase") if name in plain}
@@ -179,12 +169,4 @@ def _defaults(task: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _task_default(task: str, options: Mapping[str, Any], name: str) -> Any:
     """What the task says where the user does not; Config's own for a built-in one, whose file need not be run for that."""
-    return getattr(Config, name) if _is_built_in(task) else _defaults(task, options)[name]
-
-
-def _is_built_in(task: str) -> bool:
-    return ".py" not in task and ":" not in task
-
-
-def _of_recipe(recipe: str) -> dict[str, Any]:
-    return {name: value for name, value in read_recipe(recipe).items() if name not in NOT_ITS_OWN}
+    return getattr(Config, name) if is_built_in(task) else _defaults(task, options)[name]

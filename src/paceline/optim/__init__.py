@@ -7,7 +7,7 @@ can be part of a CUDA graph.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +35,6 @@ class Entry:
     make: Callable[[nn.Module, Config], Optimizer]
     about: str
     reference: str
-    rule: Literal["linear", "sqrt"] = "linear"
-    """How its learning rate grows with the batch, by the literature."""
     adapts: bool = False
     """Whether every layer's step is scaled by norms of that layer."""
     state: int = 1
@@ -119,9 +117,7 @@ OPTIMIZERS = {
     "sgd": Entry(
         make=_sgd, about="SGD with momentum, Nesterov's form by default", reference="Sutskever et al. 2013", sparse=True
     ),
-    "adamw": Entry(
-        make=_adamw, about="Adam with decoupled weight decay", reference="arXiv:1711.05101", rule="sqrt", state=2, sparse=True
-    ),
+    "adamw": Entry(make=_adamw, about="Adam with decoupled weight decay", reference="arXiv:1711.05101", state=2),
     "lars": Entry(
         make=_lars, about="SGD with momentum, each layer's step scaled to its norm", reference="arXiv:1708.03888", adapts=True
     ),
@@ -129,7 +125,6 @@ OPTIMIZERS = {
         make=_lamb,
         about="Adam, each layer's step scaled to its norm",
         reference="arXiv:1904.00962",
-        rule="sqrt",
         adapts=True,
         state=2,
     ),
@@ -143,7 +138,6 @@ OPTIMIZERS = {
         make=_muon,
         about="orthogonal momentum for hidden matrices, sgd or adamw for the rest",
         reference="kellerjordan.github.io/posts/muon",
-        rule="sqrt",
     ),
 }
 

@@ -1,7 +1,8 @@
 """The learning rate of every step, as a plain function of the step.
 
 `peak_lr` comes from the rule: linear (Goyal et al. 2017, arXiv:1706.02677: lr grows with k), square root, or none, where
-k = global_batch / reference_batch; AdaScale's gain is worked out in the step (`training/noise.py`). Nothing here has state, so resuming needs nothing but the step number.
+k = global_batch / reference_batch; AdaScale's gain is worked out in the step (`training/noise.py`). Nothing here has state, so
+resuming needs nothing but the step number.
 """
 
 import math

@@ -164,7 +164,7 @@ def _settings(config: Config) -> str:
         case "muon":
             kept = ", fixed norm" if config.fixed_norm else ""
             rest = config.base_lr if config.rest_lr is None else config.rest_lr
-            return f" momentum {config.momentum:g}{kept}, {config.rest} at {rest / config.base_lr:g} lr for the rest"
+            return f" momentum {config.momentum:g}{kept}, {config.rest} at base lr {rest:g} for the rest"
         case "novograd":
             averaged = ", gradients averaged" if config.grad_averaging else ""
             return f" betas {config.beta1:g} and {config.beta2:g}{averaged}"

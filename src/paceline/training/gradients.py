@@ -12,8 +12,8 @@ from paceline.data.keys import key, keys_torch, on_device, uniform
 
 @dataclass
 class Sam:
-    """Sharpness-aware minimisation (Foret et al. 2021, arXiv:2010.01412): the gradient is taken where the loss is highest within
-    `rho` of the weights, to first order.
+    """Sharpness-aware minimisation (Foret et al. 2021, arXiv:2010.01412): the gradient is taken where, to first order, the loss
+    is highest within `rho` of the weights.
 
     Each pass climbs by its own gradient, as every GPU does for itself, so nothing need be averaged for it and the step is the
     same on any number of workers.

@@ -119,8 +119,8 @@ class Keeper:
         step.metrics = tuple(facts["metrics"])  # a run may resume just before a validation
         step.statistics.scatter(tensors["parts.values"], tensors["parts.counts"])
         state = _optimizer_state(tensors, facts["optimizer"])
+        _lay_out_like_weights(state, step.optimizer)
         step.optimizer.load_state_dict({"state": state, "param_groups": step.optimizer.state_dict()["param_groups"]})
-        _lay_out_like_weights(step.optimizer)
         progress = facts["progress"]
         return Progress(**{**progress, "result": Result(**progress["result"]), "rows": Rows(**progress["rows"])})
 
@@ -157,12 +157,14 @@ def _optimizer_state(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) ->
     return state
 
 
-def _lay_out_like_weights(optimizer: Optimizer) -> None:
+def _lay_out_like_weights(states: dict[int, dict[str, Any]], optimizer: Optimizer) -> None:
     """A file knows no layout; fused optimizers need a weight's state in the weight's own."""
-    for parameter, state in optimizer.state.items():
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, state in states.items():
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+            like = parameters[number]
+            if isinstance(value, Tensor) and value.shape == like.shape and value.stride() != like.stride():
+                state[name] = torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def identity(run: Run) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from paceline.dist.watch import Watch
 from paceline.errors import Diverged, PacelineError, Stopped, UsageError
 from paceline.training import fast
 from paceline.training.build import Run
+from paceline.training.carrier import Meter
 from paceline.training.evaluate import Averaged, Validation
 from paceline.training.exact import same_bits
 from paceline.training.keeper import Keeper, Progress
 from paceline.training.observers import Observer, Result
 from paceline.training.parts import Pass
-from paceline.training.step import Meter
 
 
 def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, watch: Watch | None = None) -> Result:

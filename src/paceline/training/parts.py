@@ -59,7 +59,9 @@ def choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) 
         fix = "norm=part or batch" if parts > 1 else "--virtual-workers 2 or more"
         raise UsageError(f"{asks} compares the gradients of parts, and {why}: use {fix}")
     if config.parts_at_once:
-        raise UsageError(f"--parts-at-once {config.parts_at_once} leaves one gradient a step, and no noise to measure: use less")
+        raise UsageError(
+            f"--parts-at-once {config.parts_at_once} leaves one gradient a step, and no noise to measure: use less"
+        )
     return Grouping(-(-parts // 2), "together, in two halves to compare")
 
 

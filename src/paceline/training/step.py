@@ -1,14 +1,10 @@
-"""One step: forward and backward over this worker's parts, the reduction, the optimizer. And the meter that reads it without
-waiting.
+"""One step: forward and backward over this worker's parts, the reduction, the optimizer.
 
 Weighting: a step of R samples must move along the mean of R sample gradients, however they are spread. A pass over n of them
 scales its mean loss by n / R, and the exact reducer adds all passes up; DDP takes the mean over P workers instead, so there
 the factor is n * P / R.
 """
 
-import inspect
-import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -22,10 +18,10 @@ from torch.optim import Optimizer
 
 from paceline.config import Config
 from paceline.data.loaders import Batch, Inputs, Loader, map_tensors
-from paceline.dist.reduce import ExactReducer
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim.schedules import Schedule
+from paceline.training.carrier import MOST_METRICS, WISHES, Carrier, Reducer, wrap
 from paceline.training.ema import Ema
 from paceline.training.gradients import Jitter, Sam
 from paceline.training.local import Local
@@ -37,9 +33,7 @@ Loss = Callable[[Inputs, float, Tensor | None], Tensor]
 Captured = Callable[[int, Iterator[Inputs]], Tensor | None]
 """A step's number and inputs -> its metrics; None, with no input taken, where there is no graph of it."""
 
-MOST_METRICS = 16
 _NOISE = ("gradient_variance", "gradient_square")
-WISHES = 2  # to write a checkpoint, to stop: they ride with the metrics, so that all workers learn of them at the same step
 
 
 class Step:
@@ -66,10 +60,10 @@ class Step:
         self._full, self._measuring = full, False
         self._unit = 0, 0.0
         """The first part of those that the pass under way adds to, and what their loss counts for so far."""
-        self._carrier = _Carrier(model).to(world.device)
+        self._carrier = Carrier(model).to(world.device)
         exact = config.reduce == "exact"
-        self._wrapped: Any = self._carrier if exact else _wrap(self._carrier, world)
-        self._reducer = _Reducer(self._carrier, parts) if exact else None
+        self._wrapped: Any = self._carrier if exact else wrap(self._carrier, world)
+        self._reducer = Reducer(self._carrier, parts) if exact else None
         self._scale = 1 if exact else world.size
         self._view = cast(nn.Module, _View(self._wrapped, model))
         self.metrics: tuple[str, ...] = ()
@@ -90,8 +84,8 @@ class Step:
         self._jitter = Jitter(trained, config.gradient_noise, config.seed) if config.gradient_noise else None
         self.ema = Ema(model, config.ema) if config.ema else None
         self.local = Local(self, parts, groups) if config.local_steps else None
-        if noise is not None and self._reducer is None and not _alone(world):
-            self._wrapped.register_comm_hook(None, self._measure_and_average)
+        if noise is not None and self._reducer is None and world.size > 1:
+            cast(DistributedDataParallel, self._wrapped).register_comm_hook(dist.group.WORLD, self._measure_and_average)
         self._wish = torch.zeros(WISHES, device=world.device)
         self._wished = (False,) * WISHES
         self.captured: Captured | None = None
@@ -169,7 +163,7 @@ class Step:
                 total.backward()  # type: ignore[no-untyped-call]
             if self._sam is not None:
                 self._sam.descend()
-            if noise is not None and item.last and (self._reducer is not None or not final or _alone(self.world)):
+            if noise is not None and item.last and (self._reducer is not None or not final or self.world.size == 1):
                 noise.take(*self._unit, sums=self._reducer is None)
             if self._reducer is not None and item.last:
                 self._reducer.add()
@@ -212,12 +206,16 @@ class Step:
         self._sam.climb(values["loss"].mean())
         return self.statistics.aside()
 
-    def _measure_and_average(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _measure_and_average(
+        self,
+        group: dist.ProcessGroup,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[Tensor]:
         """DDP's own averaging, with a look at this worker's gradients before it."""
         if self._measuring and self.noise is not None:
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             self.noise.add(*self._unit, {p: grad for p, grad in pairs if p is not self._carrier.cargo})
-        return allreduce_hook(dist.group.WORLD, bucket)
+        return allreduce_hook(group, bucket)
 
     def dry_run(self, inputs: Sequence[Inputs], passes: Sequence[Pass], step_samples: int, loss: Loss) -> None:
         """All forward and backward passes, by this worker alone: one that fails leaves nobody in a collective. Nothing but
@@ -338,39 +336,6 @@ class Step:
         return values["loss"]
 
 
-class Meter:
-    """The metrics of each step, read a few steps late on a GPU so that nobody waits for them.
-
-    Every worker reads the same numbers at the same step, so decisions made from them need no further agreement.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._lag = 4 if world.device.type == "cuda" else 0
-        self._waiting: deque[tuple[int, Tensor, Any]] = deque()
-
-    def push(self, step: int, means: Tensor) -> Iterator[tuple[int, list[float]]]:
-        """Hand in a step's metrics; yields (step, metrics) of steps whose numbers have arrived."""
-        arrived = None
-        if means.device.type == "cuda":
-            means = means.to("cpu", non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        self._waiting.append((step, means, arrived))
-        while len(self._waiting) > self._lag:
-            yield self._read()
-
-    def flush(self) -> Iterator[tuple[int, list[float]]]:
-        """Read what is left."""
-        while self._waiting:
-            yield self._read()
-
-    def _read(self) -> tuple[int, list[float]]:
-        step, means, arrived = self._waiting.popleft()
-        if arrived is not None:
-            arrived.synchronize()
-        return step, means.tolist()
-
-
 def autocast(config: Config, world: World) -> torch.autocast:
     """bf16 where asked for; weights, gradients and optimizer state stay fp32."""
     return torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bf16")
@@ -389,91 +354,10 @@ class _View:
         return getattr(self._model, name)
 
 
-class _Carrier(nn.Module):
-    """The model, and one more parameter whose gradient is the step's metrics.
-
-    DDP averages that gradient with all the others, so metrics need no collective of their own and arrive on every worker
-    together with the step.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.cargo = nn.Parameter(torch.zeros(MOST_METRICS + WISHES))
-        self._nothing: Tensor
-        self.register_buffer("_nothing", torch.zeros(MOST_METRICS + WISHES), persistent=False)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
-
-    def load(self, values: dict[str, Tensor], metrics: Sequence[str], share: float, wish: Tensor | None) -> Tensor:
-        """A term to add to the loss: zero, but its gradient with respect to the cargo is the metrics' means times the share,
-        and the wishes (1 for each).
-        """
-        means = torch.stack([values[name].detach().float().mean() for name in metrics]) * share
-        freight = [means, self._nothing[len(metrics) : MOST_METRICS], self._nothing[MOST_METRICS:] if wish is None else wish]
-        return (self.cargo * torch.cat(freight)).sum()
-
-    def unload(self) -> Tensor:
-        """What the cargo's gradient has become: the mean over the step's samples."""
-        grad, self.cargo.grad = self.cargo.grad, None
-        assert grad is not None
-        return grad.clone()  # DDP's bucket is written to again in the next step
-
-
-class _Reducer:
-    """The exact sum of the gradients of model and cargo; each of the cargo's numbers has digits of its own."""
-
-    def __init__(self, carrier: _Carrier, parts: int) -> None:
-        self._cargo = carrier.cargo
-        self._parameters = [parameter for parameter in carrier.model.parameters() if parameter.requires_grad]
-        self._sum = ExactReducer([*torch.split(self._cargo.detach(), 1), *self._parameters], parts)
-
-    def add(self) -> None:
-        """Take the gradients of a part, and clear them for the next."""
-        assert self._cargo.grad is not None
-        self._sum.add([*torch.split(self._cargo.grad, 1), *(parameter.grad for parameter in self._parameters)])
-        for parameter in (self._cargo, *self._parameters):
-            parameter.grad = None
-
-    def forget(self) -> None:
-        """Begin anew."""
-        self._sum.forget()
-
-    def finish(self) -> None:
-        """Put the sums where the optimizer looks for gradients. Every worker reaches this."""
-        sums = self._sum.finish()
-        count = self._cargo.numel()
-        self._cargo.grad = torch.cat(sums[:count])
-        for parameter, total in zip(self._parameters, sums[count:], strict=True):
-            # In the parameter's own layout, which a fused optimizer needs.
-            parameter.grad = total if parameter.is_contiguous() else torch.empty_like(parameter).copy_(total)
-
-
-def _wrap(model: nn.Module, world: World) -> Any:
-    """DDP around the model where there is somebody to average with.
-
-    Buffers are not broadcast: each part's batch norm has statistics of its own, averaged when they are needed.
-    """
-    if _alone(world):
-        return model
-    devices = [world.device.index] if world.device.type == "cuda" else None
-    flags = inspect.signature(DistributedDataParallel).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in flags else "broadcast_buffers"  # torch 2.13 renamed it
-    keep: dict[str, Any] = {name: False}
-    # The strides of a weight with one input channel read two ways in channels-last: DDP copies its few values, and says so.
-    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **keep)
-
-
 def _close(one: Tensor, other: Tensor) -> bool:
     """Equal up to the rounding of other kernels for other batches, bf16 included."""
     near = 0.05 * float(one.float().abs().mean())
     return torch.allclose(one.float(), other.float(), rtol=0.05, atol=near, equal_nan=True)
-
-
-def _alone(world: World) -> bool:
-    return world.size == 1
 
 
 def _every(batch: Any, step: int, samples: int) -> Any:

@@ -5,8 +5,10 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,11 @@ import torch.distributed as dist
 
 from harness.processes import paceline, run
 from paceline import cli
-from paceline.measure import study as studies
-from paceline.measure.study import Arm, Study, merge, parse_settings, read_study, shrink, table
+from paceline.errors import UsageError
+from paceline.measure import slots
+from paceline.measure.results import table
+from paceline.measure.runs import Call, claim, read_state, write_json
+from paceline.measure.study import Arm, Study, merge, parse_seeds, parse_settings, plan_runs, read_study, shrink
 from paceline.records import read_metrics
 from paceline.training import run as training
 
@@ -219,6 +224,17 @@ def test_options_lie_over_each_other(tmp_path):
         assert not {"seed", "name"} & arm.options.keys()
 
 
+@pytest.mark.parametrize(("text", "seeds"), [("2", (0, 1)), ("2,", (2,)), ("0,5,7", (0, 5, 7)), ("1, 1, 3,", (1, 3))])
+def test_seeds_are_a_number_or_a_list(text, seeds):
+    assert parse_seeds(text) == seeds
+
+
+@pytest.mark.parametrize("text", ["", ",", "2,,", "two", "2,x"])
+def test_what_is_no_seeds(text):
+    with pytest.raises(UsageError, match="it must be a number of seeds"):
+        parse_seeds(text)
+
+
 def test_files_lie_beside_the_study(tmp_path):
     Path("there").mkdir()
     write("epochs = 7\n", "there/base.toml")
@@ -252,7 +268,7 @@ def test_mini_divides_the_batches_by_32_and_keeps_v_and_k(options, batches):
     assert tuple(arm.options[name] for name in ("virtual_workers", "global_batch", "reference_batch")) == batches
     assert "workers" not in arm.options
     assert shrink(study).seeds == (3,)
-    assert arm.options["train_samples"] >= 3 * batches[1]
+    assert arm.options["train_samples"] == 3 * batches[1]
 
 
 # --- the engine
@@ -281,6 +297,7 @@ def test_every_arm_and_seed_is_a_record_and_the_second_call_does_nothing(runs, t
         reached = [t for t, a in zip(each["time_s"], each["val_accuracy"], strict=True) if a >= 0.3]
         assert each["time_to_target_s"] == (reached[0] if reached else None)
     assert found["environment"]["versions"]["torch"]
+    assert found["per_device"] == 1
     assert len(found["environment"]["devices"]) == 1
     assert table(found) in out
     assert cli.run(["study", "tiny.toml"]) == 0
@@ -428,12 +445,13 @@ def test_a_killed_study_goes_on(trained):
 
 def test_a_run_that_another_process_has_is_left_to_it(trained, monkeypatch, capsys):
     """Here the other one ends when we would wait for it."""
-    plan = studies.plan_runs(read_study(Path(write(TINY))))
+    plan = plan_runs(read_study(Path(write(TINY))))
     folder = Path("runs/study-tiny")
     (folder / ".claims").mkdir(parents=True)
-    theirs = studies._claim(folder, plan[0])
+    theirs = claim(Call(folder, "theirs"), plan[0])
     assert theirs.__enter__()
-    monkeypatch.setattr(studies.time, "sleep", lambda _: theirs.__exit__(None, None, None))
+    clock = SimpleNamespace(time=time.time, sleep=lambda _: theirs.__exit__(None, None, None))
+    monkeypatch.setattr(slots, "time", clock)  # not time.sleep itself: others may sleep, too
     assert cli.run(["study", "tiny.toml"]) == 0
     assert trained == ["v-4-seed0", "plain-seed1", "v-4-seed1", "plain-seed0"]
     assert capsys.readouterr().out.count("are being done by another process") == 1
@@ -448,6 +466,8 @@ def test_two_slots_do_each_run_once_and_outlive_the_death_of_one():
     assert [run["status"] for run in results()["runs"]] == ["done"] * 4
     tries = {path.name: json.loads(path.read_text())["tries"] for path in Path("runs/study-tiny").glob("*.run.json")}
     assert sorted(tries.values()) == [1, 1, 1, 2]
+    assert results()["per_device"] == 2
+    assert "Runs shared a device 2 at a time" in done.stdout
     folders = {path.name for path in Path("runs/study-tiny").iterdir() if path.is_dir()} - {".claims"}
     assert folders == {"small-seed0", "small-seed1", "large-seed0", "large-seed1"}
     ends = [len(re.findall(r"^done: ", path.read_text(), re.M)) for path in Path("runs/study-tiny").glob("*seed*.log")]
@@ -456,14 +476,14 @@ def test_two_slots_do_each_run_once_and_outlive_the_death_of_one():
 
 def test_a_run_whose_process_dies_is_taken_again_once(trained):
     """Its state says that this very call began it, and its claim is free: the process that had it is gone."""
-    folder, plan = Path("runs/study-tiny"), studies.plan_runs(read_study(Path(write(TINY))))
+    folder, plan = Path("runs/study-tiny"), plan_runs(read_study(Path(write(TINY))))
     (folder / ".claims").mkdir(parents=True)
 
     def died(tries: int, call: str = "this") -> dict[str, Any]:
         begun = {"task": plan[0].task, "options": plan[0].resolved, "status": "running", "call": call, "tries": tries}
-        studies._write_json(studies._state_path(folder, plan[0]), begun)
-        studies._work(plan[:1], folder, "this")
-        return studies._read_state(folder, plan[0])
+        write_json(folder / f"{plan[0].name}.run.json", begun)
+        slots.work(plan[:1], Call(folder, "this"))
+        return read_state(Call(folder, "this"), plan[0])
 
     found = died(tries=2)
     assert (found["status"], found["why"]) == ("failed", "its process died 2 times")
@@ -556,6 +576,14 @@ def test_a_loss_is_better_when_lower_and_has_no_points():
     assert "time to" not in text
 
 
+def test_times_of_runs_that_shared_a_device_are_said_to_be_longer():
+    found = made(("one", [0.94]), ("other", [0.93]))
+    words = "seeds are needed. Runs shared a device 3 at a time, so their times are longer than those of a run by itself.\n"
+    assert table({**found, "per_device": 3}).endswith(words)
+    assert table({**found, "per_device": 1}) == table(found)  # as older results have it
+    assert "shared" not in table(found)
+
+
 def test_one_seed_has_no_verdict():
     assert cells(table(made(("one", [0.94]), ("other", [0.93]))), "other")[-1] == "-1.00 points: no verdict (one seed)"
 
@@ -583,6 +611,6 @@ def test_what_is_no_results(mistake, text, words):
 
 
 def test_json_has_no_nan():
-    studies._write_json(Path("x.json"), {"a": [float("nan"), {"b": float("inf")}, 1.5], "c": (1,)})
+    write_json(Path("x.json"), {"a": [float("nan"), {"b": float("inf")}, 1.5], "c": (1,)})
     assert json.loads(Path("x.json").read_text()) == {"a": [None, {"b": None}, 1.5], "c": [1]}
     assert os.listdir() == ["x.json"]

@@ -148,3 +148,20 @@ def test_the_last_step_is_the_lowest_and_not_0(shape, warmup, falling):
     expected = 1 / falling if shape == "linear" else (1 - math.cos(math.pi / falling)) / 2
     assert last == pytest.approx(expected)
     assert last > 0
+
+
+def test_the_step_schedule_falls_where_it_is_told():
+    config = Config(base_lr=1.0, schedule="step", step_at="0.75,0.5", step_factor=0.1, lr_rule="none")
+    found = make_schedule(config, k=1, steps_per_epoch=2, total_steps=8)
+    assert [found.lr(step) for step in range(8)] == pytest.approx([1.0] * 4 + [0.1] * 2 + [0.01] * 2)
+
+
+def test_the_step_schedule_after_warm_up():
+    config = Config(base_lr=1.0, schedule="step", step_at="0.5", warmup_steps=2, warmup_from=0.0, lr_rule="none")
+    found = make_schedule(config, k=1, steps_per_epoch=2, total_steps=8)
+    assert [found.lr(step) for step in range(8)] == pytest.approx([0.0, 0.5, 1.0, 1.0, 0.1, 0.1, 0.1, 0.1])
+
+
+def test_adascale_leaves_the_schedule_at_base_lr():
+    found = make_schedule(Config(base_lr=0.1, lr_rule="adascale", schedule="constant"), k=8, steps_per_epoch=4, total_steps=8)
+    assert found.lr(5) == 0.1

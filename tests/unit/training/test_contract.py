@@ -109,11 +109,34 @@ def test_warm_up_in_words(options, words):
         ({}, "sgd Nesterov 0.9, weight decay 0.0005"),
         ({"nesterov": False}, "sgd momentum 0.9, weight decay 0.0005"),
         ({"momentum": 0.0, "weight_decay": 0.0}, "sgd plain, weight decay 0"),
-        ({"optimizer": "adamw", "clip_norm": 1.0}, "adamw, weight decay 0.0005, clipped to norm 1"),
+        ({"optimizer": "adamw", "clip_norm": 1.0}, "adamw betas 0.9 and 0.999, weight decay 0.0005, clipped to norm 1"),
+        ({"optimizer": "lars"}, "lars momentum 0.9, trust 0.001, weight decay 0.0005"),
+        ({"optimizer": "lamb", "beta2": 0.99}, "lamb betas 0.9 and 0.99, weight decay 0.0005"),
+        (
+            {"optimizer": "novograd", "beta2": 0.0, "grad_averaging": True, "weight_decay": 0.0},
+            "novograd betas 0.95 and 0, gradients averaged, weight decay 0",
+        ),
+        (
+            {"optimizer": "muon", "fixed_norm": True, "rest": "adamw", "rest_lr": 0.01},
+            "muon momentum 0.9, fixed norm, adamw at base lr 0.01 for the rest, weight decay 0.0005",
+        ),
+        (
+            {"sam_rho": 0.05, "gradient_noise": 0.3, "ema": 0.9},
+            "sgd Nesterov 0.9, weight decay 0.0005, sharpness-aware within 0.05, gradient noise 0.3, weights averaged by 0.9",
+        ),
+        (
+            {"local_steps": 4},
+            "sgd Nesterov 0.9, weight decay 0.0005, from 50% of the run on 4 local steps between averagings",
+        ),
     ],
 )
 def test_the_optimizer_in_words(options, words):
     assert contract(Config(**options), world()).optimizer == words
+
+
+def test_adascale_says_how_far_the_learning_rate_may_grow():
+    lines = dict(contract(Config(lr_rule="adascale", global_batch=1024, base_lr=0.1), world(4)).lines())
+    assert lines["scale"] == "k = 8, rule adascale: peak lr 0.1, times a gain from 1 to 8"
 
 
 def test_lines_say_all_of_it():

@@ -1,0 +1,110 @@
+"""The tables of docs/OPTIMIZERS.md, from studies/results/*.json and bench/results/optimizers.json.
+
+python tools/study_tables.py          prints them
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+from paceline.measure.results import compare_arm, difference_words, final_values  # noqa: E402
+from paceline.optim import OPTIMIZERS  # noqa: E402
+
+BATCHES = (128, 512, 1024, 4096, 8192, 16384)
+
+
+def batch_table(results: dict[str, Any]) -> str:
+    """Accuracy of each optimizer's recipe at each global batch."""
+    names = {"nesterov": "Nesterov", "lars": "LARS", "lamb": "LAMB", "novograd": "NovoGrad", "muon": "Muon"}
+    lines = ["| | " + " | ".join(f"{batch:,}" for batch in BATCHES) + " |", "|---" * (len(BATCHES) + 1) + "|"]
+    for arm, name in names.items():
+        cells = [_cell([run["metrics"]["accuracy"] for run in results["runs"] if run["arm"] == f"{arm} {b}"]) for b in BATCHES]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def arm_table(wide: dict[str, Any], small: dict[str, Any] | None = None) -> str:
+    """Every arm of a study on WRN-16-4 and, where there is one, of the same study on the small net, with the latter's verdict
+    (which has more seeds)."""
+    last = small or wide
+    head = (
+        "| | global batch | V | WRN-16-4, H200 |"
+        + (" cnn, CPU |" if small else "")
+        + f" against {last['study']['reference']} |"
+    )
+    lines = [head, "|---" * (head.count("|") - 1) + "|"]
+    for arm in wide["study"]["arms"]:
+        runs = [run for results in (wide, last) for run in results["runs"] if run["arm"] == arm and run["contract"]]
+        cells = [arm, f"{runs[0]['contract']['global_batch']:,}", str(runs[0]["contract"]["virtual_workers"])]
+        cells += [_cell(final_values(results, arm)) for results in ((wide, small) if small else (wide,))]
+        reference = arm == last["study"]["reference"]
+        lines.append(
+            "| " + " | ".join([*cells, "-" if reference else difference_words(compare_arm(last, arm), "accuracy")]) + " |"
+        )
+    return "\n".join(lines)
+
+
+def course_table(wide: dict[str, Any], small: dict[str, Any]) -> str:
+    """The course's arms: after how many epochs each seed's run ended, and how many diverged."""
+    lines = ["| | global batch | WRN-16-4, H200: epochs | accuracy | cnn, CPU: epochs | accuracy | diverged |", "|---" * 7 + "|"]
+    for arm in wide["study"]["arms"]:
+        found = [[run for run in results["runs"] if run["arm"] == arm] for results in (wide, small)]
+        epochs = [", ".join(str(run["epochs"]) for run in runs) for runs in found]
+        accuracy = [_cell([run["metrics"]["accuracy"] for run in runs if run["status"] != "diverged"]) for runs in found]
+        lost = sum(run["status"] == "diverged" for runs in found for run in runs)
+        batch = f"{found[1][0]['contract']['global_batch']:,}"
+        lines.append(f"| {arm} | {batch} | {epochs[0]} | {accuracy[0]} | {epochs[1]} | {accuracy[1]} | {lost} |")
+    return "\n".join(lines)
+
+
+def registry_table() -> str:
+    """What the registry says of each optimizer."""
+    lines = ["| | what it is | adapts | values kept a weight | sparse gradients | |", "|---|---|---|---|---|---|"]
+    for name, entry in OPTIMIZERS.items():
+        yes = ["yes" if each else "no" for each in (entry.adapts, entry.sparse)]
+        lines.append(f"| `{name}` | {entry.about} | {yes[0]} | {entry.state} | {yes[1]} | {entry.reference} |")
+    return "\n".join(lines)
+
+
+def tables() -> dict[str, str]:
+    """All of the page's tables."""
+    results = {path.stem: read(f"studies/results/{path.name}") for path in (ROOT / "studies" / "results").glob("*.json")}
+    return {
+        "batch": batch_table(results["batch"]),
+        "ingredients": arm_table(results["ingredients"]),
+        "workers": arm_table(results["workers"], results["workers-cnn"]),
+        "course": course_table(results["course"], results["course-cnn"]),
+        "step": optimizer_table(read("bench/results/optimizers.json")),
+        "registry": registry_table(),
+    }
+
+
+def optimizer_table(found: dict[str, Any]) -> str:
+    """What a step costs."""
+    lines = ["| | by itself: us | over AdamW | in a captured step: us | over AdamW |", "|---|---|---|---|---|"]
+    for name, eager in found["eager"]["by_optimizer"].items():
+        graph = found["graph"]["by_optimizer"].get(name)
+        inside = f"{graph['ms']['median'] * 1000:.0f} | {graph['over_adamw']['median']:.2f}" if graph else "- | -"
+        lines.append(f"| {name} | {eager['ms']['median'] * 1000:,.0f} | {eager['over_adamw']['median']:.2f} | {inside} |")
+    return "\n".join(lines)
+
+
+def _cell(values: list[float]) -> str:
+    if not values:
+        return "-"
+    spread = f" ± {statistics.stdev(values):.4f}".replace("0.", ".") if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}".replace("0.", ".") + f"{spread} ({len(values)})"
+
+
+def read(path: str) -> dict[str, Any]:
+    """A committed result."""
+    found: dict[str, Any] = json.loads((ROOT / path).read_text())
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n\n".join(tables().values()) + "\n")
