@@ -50,7 +50,10 @@ def arm_table(wide: dict[str, Any], small: dict[str, Any] | None = None) -> str:
 
 def course_table(wide: dict[str, Any], small: dict[str, Any]) -> str:
     """The course's arms: after how many epochs each seed's run ended, and how many diverged."""
-    lines = ["| | global batch | WRN-16-4, H200: epochs | accuracy | cnn, CPU: epochs | accuracy | diverged |", "|---" * 7 + "|"]
+    lines = [
+        "| | global batch | WRN-16-4, H200: epochs | accuracy | cnn, CPU: epochs | accuracy | diverged |",
+        "|---" * 7 + "|",
+    ]
     for arm in wide["study"]["arms"]:
         found = [[run for run in results["runs"] if run["arm"] == arm] for results in (wide, small)]
         epochs = [", ".join(str(run["epochs"]) for run in runs) for runs in found]

@@ -209,8 +209,22 @@ class Config:
                 " themselves have no common gradient"
             )
 
+        if self.sam_rho and self.accumulate > 1:
+            raise UsageError(
+                "--sam-rho does not go with --accumulate: every micro-batch would climb by itself; use more --virtual-workers"
+            )
+
 
 _BETAS = {"novograd": (0.95, 0.98)}
+
+
+def check_comparable(config: Config, parts: int) -> None:
+    """A UsageError where an option needs several parts a step and there is one."""
+    if parts == 1 and (config.measure_noise or config.lr_rule == "adascale"):
+        asks = "--measure-noise" if config.measure_noise else "--lr-rule adascale"
+        raise UsageError(f"{asks} compares the gradients of parts, and there is one part: use --virtual-workers 2 or more")
+    if parts == 1 and config.local_steps:
+        raise UsageError("--local-steps needs two virtual workers at least: give --virtual-workers, or more --workers")
 
 
 _AT_LEAST: dict[str, float] = {

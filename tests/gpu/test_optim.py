@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.config import Config
-from paceline.optim import OPTIMIZERS, make_optimizer
+from paceline.optim import OPTIMIZERS, Lamb, Lars, Muon, NovoGrad, make_optimizer
+from paceline.optim.flat import Flat
 
 pytestmark = [
     pytest.mark.gpu,
@@ -162,3 +163,25 @@ def test_few_kernels(name: str) -> None:
         counts.append(sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events() or ()))
     assert counts[0] > 0
     assert counts[1] < counts[0] + 24
+
+
+@pytest.mark.parametrize("kind", [Lars, Lamb, NovoGrad, Muon])
+def test_a_class_by_itself_replays_its_own_graph(kind: type[Flat]) -> None:
+    """The same weights as without."""
+    found = []
+    for records in (False, True):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((16, 3, 3, 3), (32, 16), (32, 16))]
+        optimizer = kind(parameters, lr=0.01)
+        optimizer.records = records
+        for step in range(6):
+            source = torch.Generator("cuda").manual_seed(step)
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=source, device="cuda")
+            set_lr(optimizer, 0.01 / (1 + step))
+            optimizer.step()
+        assert (optimizer._record.graph is not None) is records
+        found.append([parameter.detach().clone() for parameter in parameters])
+    for one, other in zip(*found, strict=True):
+        tolerance = 1e-3 if kind is Muon else 1e-6
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)

@@ -67,7 +67,10 @@ EXACT: dict[str, tuple[Task, dict[str, Any]]] = {
     "dropout, streamed": (dropping(), {"loader": "streaming", "loader_workers": 0}),
     "channels-last": (pictures("resnet:depth=8,width=4"), {"global_batch": 8 * PARTS, "epochs": 1}),
     "one sample a part": (pictures("resnet:depth=8,width=4,norm=group"), {"global_batch": PARTS, "epochs": 1}),
-    "adascale": (pictures(), {"lr_rule": "adascale", "reference_batch": 6, "epochs": 1}),
+    "adascale, clipping, micro-batches": (
+        pictures(),
+        {"lr_rule": "adascale", "reference_batch": 6, "epochs": 1, "clip_norm": 1.0, "accumulate": 2},
+    ),
     "sharpness-aware": (pictures(), {"sam_rho": 0.1, "epochs": 1}),
     "lars, gradient noise": (pictures(), {"optimizer": "lars", "base_lr": 2.0, "gradient_noise": 0.01, "epochs": 1}),
     "lamb": (pictures(), {"optimizer": "lamb", "base_lr": 0.01, "epochs": 1}),
@@ -210,6 +213,9 @@ def refusals(world: World) -> dict[str, str]:
         "custom norm, two at once": (task_of(custom), {"parts_at_once": 2}),
         "sync norm, exact": (sync, {"reduce": "exact"}),
         "sync norm, in turn": (sync, {"parts_at_once": 1}),
+        "sync norm, sharpness-aware": (sync, {"sam_rho": 0.1}),
+        "sync norm, adascale": (sync, {"lr_rule": "adascale"}),
+        "sync norm, noise": (sync, {"measure_noise": True}),
         "across samples": (task_of(Comparing), {}),
         "a buffer, exact": (task_of(Counting), {"reduce": "exact"}),
         "more workers than parts": (blobs(), {"virtual_workers": 1}),
@@ -232,6 +238,8 @@ def test_what_cannot_be_the_same_says_so() -> None:
         assert "is a Custom" in said["custom norm, two at once"]
         assert "takes its statistics over all workers" in said["sync norm, exact"]
         assert "must run at once" in said["sync norm, in turn"]
+        for what in ("sharpness-aware", "adascale", "noise"):
+            assert "takes each part's own gradient" in said[f"sync norm, {what}"]
         assert "looks across the samples of a batch; use --parts-at-once 1" in said["across samples"]
         assert "changes the buffer seen" in said["a buffer, exact"]
         assert "use at most 1 workers" in said["more workers than parts"]

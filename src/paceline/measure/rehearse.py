@@ -31,6 +31,9 @@ _FROM_RECIPE = (
 )
 """What a packaged recipe decides. Model, data and the number of epochs stay the user's: that is what is compared."""
 
+_FOR_SEVERAL = ("virtual_workers", "global_batch", "local_steps", "measure_noise")
+"""What one worker cannot have."""
+
 _NEAR = math.log(2) + 1e-9
 """A recipe made for a batch more than twice or less than half as large does not fit."""
 
@@ -78,11 +81,15 @@ def make_rehearsal(
     if workers is None:
         raise UsageError("rehearse needs --workers: how many would there be?")
     parts = asked.get("virtual_workers") or workers
+    if parts == 1:
+        raise UsageError("--workers 1 is what there is already: rehearse two or more")
     if parts < workers:
         raise UsageError(f"--virtual-workers {parts} is less than --workers {workers}: each needs a part at least")
     reference_batch = asked.get("reference_batch") or _task_default(task, asked, "reference_batch")
     batch = asked.get("global_batch") or reference_batch * parts
-    plain = {name: value for name, value in asked.items() if name not in ("virtual_workers", "global_batch", "local_steps")}
+    plain = {name: value for name, value in asked.items() if name not in _FOR_SEVERAL}
+    if plain.get("lr_rule") == "adascale":
+        plain["lr_rule"] = "none"  # at k = 1 its gain is 1
     large = {"virtual_workers": parts, "global_batch": batch}
     arms = [
         Arm(name=REFERENCE, options={**plain, "virtual_workers": 1, "global_batch": reference_batch}, about="one worker"),
@@ -132,7 +139,7 @@ def verdict(results: Mapping[str, Any], workers: int) -> tuple[str | None, list[
         return best, lines
     if found[best].verdict == "worse":
         lines.append(
-            f"{workers} workers lose here. Try fewer workers (--workers {max(1, workers // 2)}), more --epochs, or a longer"
+            f"{workers} workers lose here. Try fewer workers (--workers {max(2, workers // 2)}), more --epochs, or a longer"
             " warm-up (--schedule cosine --warmup-epochs 2)."
         )
         return None, lines

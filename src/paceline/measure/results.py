@@ -81,9 +81,19 @@ def read_results(path: Path) -> dict[str, Any]:
         raise UsageError(f"cannot read results {path}: {error.strerror}; has the study been run?") from None
     except ValueError as error:
         raise UsageError(f"results {path} are not valid JSON: {error}") from None
-    if not isinstance(found, dict) or not {"study", "runs", "metric"} <= found.keys():
+    try:
+        known = {"arms", "reference", "margin", "target_accuracy"} <= found["study"].keys() and found["metric"] in (
+            "accuracy",
+            "loss",
+        )
+        known = known and all(
+            {"arm", "status", "metrics", "contract", "time_to_target_s"} <= run.keys() for run in found["runs"]
+        )
+    except (TypeError, KeyError, AttributeError):
+        known = False
+    if not known:
         raise UsageError(f"{path} holds no results of a study")
-    return found
+    return dict(found)
 
 
 def compare_arm(results: Mapping[str, Any], arm: str) -> Comparison:
@@ -120,13 +130,13 @@ def table(results: Mapping[str, Any]) -> str:
     reference, target = study["reference"], study["target_accuracy"]
     heads = ["arm", "global batch", "V", "peak lr", f"{metric}, mean ± sd (n)", "failed"]
     heads += [f"median time to {target:g}"] if target else []
-    heads += [f"against {reference}"]
+    heads += [f"against {_plain(reference)}"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for arm in study["arms"]:
         runs = [run for run in results["runs"] if run["arm"] == arm]
         values = final_values(results, arm)
         facts: Mapping[str, Any] = next((run["contract"] for run in runs if run["contract"]), {})
-        cells = [arm.replace("|", "\\|"), _number(facts.get("global_batch"), ","), _number(facts.get("virtual_workers"), "")]
+        cells = [_plain(arm), _number(facts.get("global_batch"), ","), _number(facts.get("virtual_workers"), "")]
         cells += [_number(facts.get("peak_lr"), ".4g"), spread_words(values), str(len(_lost(results, arm)))]
         if target:
             good = [run for run in runs if run["status"] in GOOD]
@@ -169,6 +179,11 @@ def _lost(results: Mapping[str, Any], arm: str) -> list[str]:
 
 def _count(results: Mapping[str, Any], arm: str) -> int:
     return sum(run["arm"] == arm for run in results["runs"])
+
+
+def _plain(name: str) -> str:
+    """A name from outside as text in a cell."""
+    return "".join(c if c.isprintable() else "?" for c in name).replace("|", "\\|")
 
 
 def _number(value: Any, form: str) -> str:

@@ -193,10 +193,10 @@ def read_state(call: Call, run: Planned) -> dict[str, Any]:
     return state
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, option: str = "--runs-dir") -> None:
     """Whole or not at all, and without NaN, which JSON does not have."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with explained(path.parent):
+    with explained(path.parent, option):
         try:
             temporary.write_text(json.dumps(_plain(value), indent=1, allow_nan=False) + "\n", encoding="utf-8")
             temporary.replace(path)
@@ -213,12 +213,12 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def explained(folder: Path) -> Iterator[None]:
-    """A disk's refusal as one line."""
+def explained(folder: Path, option: str = "--runs-dir") -> Iterator[None]:
+    """A disk's refusal as one line; `option` is what says where the folder is."""
     try:
         yield
     except OSError as error:
-        raise RecordError(f"cannot write the study in {folder}: {error.strerror or error}; choose another --runs-dir") from None
+        raise RecordError(f"cannot write the study in {folder}: {error.strerror or error}; choose another {option}") from None
 
 
 @contextmanager

@@ -43,6 +43,7 @@ def do_runs(
     if per_device > len(slots):
         print("an arm has workers of its own: runs are done one after the other", flush=True)
     slots = slots[: len(teller.left())]
+    teller.tell()  # that results can be written shows before a run is spent on it
     try:
         with _sigterm_raises():
             if len(slots) > 1:
@@ -101,16 +102,24 @@ def _run_slots(runs: Sequence[Planned], call: Call, slots: Sequence[Mapping[str,
         shared = max(slots.count(env) for env in slots)
         about = {"folder": str(call.folder), "id": call.id, "per_device": shared}
         write_json(plan, {"call": about, "runs": [asdict(run) for run in runs]})
-        processes = [_start_slot(plan, call.folder, number, env) for number, env in enumerate(slots)]
+        processes, waited = [_start_slot(plan, call.folder, number, env) for number, env in enumerate(slots)], False
         try:
             with _ticking(teller):
-                while any(process.poll() is None for process in processes) or _orphans(runs, call):
+                while teller.left():
                     for number, process in enumerate(processes):
                         if process.poll() == UsageError.exit_code:
                             raise UsageError(_refusal(runs, call, number))
                         if process.poll() is not None and _orphans(runs, call):
                             processes[number] = _start_slot(plan, call.folder, number, slots[number])
                     teller.tell()
+                    if all(process.poll() is not None for process in processes):
+                        if _claimed(teller.left(), call):
+                            waited = True
+                            teller.wait()
+                        elif waited and teller.left():  # they went away without it
+                            waited, processes[0] = False, _start_slot(plan, call.folder, 0, slots[0])
+                        else:
+                            break
                     time.sleep(0.2)
         finally:
             _end(processes, grace_s)
@@ -133,6 +142,15 @@ def _orphans(runs: Sequence[Planned], call: Call) -> bool:
             with claim(call, run) as mine:
                 if mine and read_state(call, run).get("status") == "running":
                     return True
+    return False
+
+
+def _claimed(runs: Sequence[Planned], call: Call) -> bool:
+    """Whether another process does one of them."""
+    for run in runs:
+        with claim(call, run) as mine:
+            if not mine:
+                return True
     return False
 
 
@@ -195,7 +213,7 @@ class _Teller:
         self, study: Mapping[str, Any], plan: Sequence[Planned], todo: Sequence[Planned], call: Call, out: str
     ) -> None:
         self._study, self._plan, self._todo, self._call = study, plan, todo, call
-        self._paths = [call.folder / "study.json", *([Path(out)] if out else [])]
+        self._paths = {call.folder / "study.json": "--runs-dir", **({Path(out): "--out"} if out else {})}
         self._environment = environment()
         self._told = {run.name for run in todo if settled(call, run)}
         self._entries: dict[str, dict[str, Any]] = {}
@@ -227,8 +245,8 @@ class _Teller:
         new = [run for run in self._todo if run.name not in self._told and settled(self._call, run)]
         if new or not self._last:
             self._last = self._results()
-            for path in self._paths:
-                write_json(path, self._last)
+            for path, option in self._paths.items():
+                write_json(path, self._last, option)
         for run in new:
             if run.name in self._entries:  # else another process has begun it again just now
                 self._told.add(run.name)

@@ -79,6 +79,8 @@ def compare(
     if len(values) < 2 or len(reference) < 2:
         return Comparison(difference=difference, verdict="no verdict", why="one seed")
     half = half_width(values, reference, alpha)
+    if half == 0 and difference != 0:
+        return Comparison(difference=difference, verdict="no verdict", why="the seeds of both do not differ")
     low, high = difference - half, difference + half
     bad, good = (-high, -low) if lower_is_better else (low, high)
     why = ""
@@ -108,9 +110,11 @@ def half_width(values: Sequence[float], reference: Sequence[float], alpha: float
 
 def seeds_needed(values: Sequence[float], reference: Sequence[float], gap: float, alpha: float = ALPHA) -> int | None:
     """Seeds an arm at which the interval's half would be less than the gap, if means and spreads stay; None: over 100."""
-    variance = deviation(values) ** 2 + deviation(reference) ** 2
-    for n in range(2, MOST_SEEDS + 1):
-        if t_quantile(1 - alpha, 2 * n - 2) * math.sqrt(variance / n) < gap:
+    variances = [deviation(each) ** 2 for each in (values, reference)]
+    spread, balance = sum(variances), sum(variance**2 for variance in variances)
+    for n in range(min(len(values), len(reference)) + 1, MOST_SEEDS + 1):  # so many were not enough
+        freedom = spread**2 * (n - 1) / balance if balance else n - 1
+        if t_quantile(1 - alpha, freedom) * math.sqrt(spread / n) < gap:
             return n
     return None
 

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, check_options, read_recipe
+from paceline.config import Config, check_comparable, check_options, read_recipe
 from paceline.dist.place import read_place
 from paceline.errors import UsageError, unknown
 from paceline.measure.results import read_results, table
@@ -239,6 +239,7 @@ def plan_runs(study: Study) -> list[Planned]:
             parts = config.virtual_workers or workers
             check_parts(parts, workers)
             check_divides(config.global_batch or config.reference_batch * parts, parts)
+            check_comparable(config, parts)
             resolved[arm.name] = vars(config)
     return [
         Planned(arm.name, seed, f"{arm.slug}-seed{seed}", study.task, dict(arm.options), {**resolved[arm.name], "seed": seed})
@@ -289,6 +290,8 @@ def _read_arm(path: Path, name: str, common: Mapping[str, Any], arm: Any, given:
     with _naming(f"arm {name!r}"):
         if not isinstance(arm, dict):
             raise UsageError(f"it is {arm!r}: it must be a table of options")
+        if not name.isprintable():
+            raise UsageError("an arm's name must be plain text in one line")
         own = dict(arm)
         recipe, about = own.pop("recipe", ""), own.pop("about", "")
         if not isinstance(recipe, str) or not isinstance(about, str):
@@ -305,10 +308,14 @@ def _own(options: Mapping[str, Any]) -> dict[str, Any]:
     return check_options(options)
 
 
+_MOST_SEEDS = 1000
+
+
 def _seeds(given: Any) -> tuple[int, ...]:
-    seeds = list(range(given)) if isinstance(given, int) else given
-    if not seeds or any(not isinstance(seed, int) or isinstance(seed, bool) or seed < 0 for seed in seeds):
-        raise UsageError(f"seeds is {given!r}: it must be a number of seeds, 1 or more, or a list of whole numbers")
+    many = isinstance(given, int) and given > _MOST_SEEDS
+    seeds = list(range(given)) if isinstance(given, int) and not many else given
+    if many or not seeds or any(not isinstance(seed, int) or isinstance(seed, bool) or seed < 0 for seed in seeds):
+        raise UsageError(f"seeds is {given!r}: it must be a number of seeds, 1 to {_MOST_SEEDS}, or a list of whole numbers")
     return tuple(dict.fromkeys(seeds))
 
 

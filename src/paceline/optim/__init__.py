@@ -40,9 +40,7 @@ class Entry:
     state: int = 1
     """Values it keeps for each parameter."""
     sparse: bool = False
-    """Whether it takes sparse gradients."""
-    capturable: bool = True
-    """Whether it can be part of a CUDA graph."""
+    """Whether it takes sparse gradients. Each takes a learning rate in a tensor and can be part of a CUDA graph."""
 
 
 def _sgd(model: nn.Module, config: Config) -> Optimizer:

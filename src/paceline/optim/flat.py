@@ -194,8 +194,7 @@ class Flat(Optimizer):
         """The step as a graph. False, with nothing done, where it cannot be, or has not been the same for three calls."""
         record, packs = self._record, [pack for packs in self._packs for pack in packs]
         parameters = [parameter for pack in packs for parameter in pack.parameters]
-        devices = {parameter.device for parameter in parameters}
-        if len(devices) != 1 or parameters[0].device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if not _on_one_gpu(parameters) or torch.cuda.is_current_stream_capturing():
             return False
         if any(p.grad is None or p.grad.layout is not torch.strided for p in parameters):
             return False
@@ -203,16 +202,21 @@ class Flat(Optimizer):
         if not record.is_ready((told, [parameter.data_ptr() for parameter in parameters])):
             return False
         if record.graph is None:
-            record.lrs = [torch.zeros((), device=parameters[0].device) for _ in self.param_groups]
-            record.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(record.graph, capture_error_mode="thread_local"):  # other threads may use the GPU
-                for group, of_group, lr in zip(self.param_groups, self._packs, record.lrs, strict=True):
-                    for pack in of_group:
-                        self.update(pack, {**group, "lr": lr})
+            lrs, graph = [torch.zeros((), device=parameters[0].device) for _ in self.param_groups], torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
+                    for group, of_group, lr in zip(self.param_groups, self._packs, lrs, strict=True):
+                        for pack in of_group:
+                            self.update(pack, {**group, "lr": lr})
+            except RuntimeError:  # whatever does not let itself be recorded: the plain step is there
+                self.records = False
+                return False
+            record.graph, record.lrs = graph, lrs
         for pack in packs:
             pack.load([parameter.grad for parameter in pack.parameters if parameter.grad is not None])
         for group, lr in zip(self.param_groups, record.lrs, strict=True):
-            lr.copy_(group["lr"]) if isinstance(group["lr"], Tensor) else lr.fill_(group["lr"])
+            given = group["lr"]
+            lr.copy_(given) if isinstance(given, Tensor) and given.device == lr.device else lr.fill_(float(given))
         record.graph.replay()
         return True
 
@@ -295,6 +299,10 @@ def _cuts(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 
 _CACHED = 2**16
+
+
+def _on_one_gpu(parameters: Sequence[Tensor]) -> bool:
+    return parameters[0].is_cuda and len({parameter.device for parameter in parameters}) == 1
 
 
 def _parts(pack: Pack, gradients: list[Tensor | None]) -> list[tuple[Pack, list[Tensor]]]:

@@ -150,6 +150,15 @@ def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
     apart = [module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     left_out = {id(weight) for weight in apart} | {id(module.weight) for module in linear[-1:]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2 and id(parameter) not in left_out]
+    matrices = [p for p in trained if p.ndim >= 2 and p.size(0) > 1 and id(p) not in left_out]
     chosen = {id(parameter) for parameter in matrices}
     return matrices, [parameter for parameter in trained if id(parameter) not in chosen]
+
+
+def describe_split(model: nn.Module, rest: str) -> str:
+    """Who trains what, in a line: which linear layer is the last cannot always be seen."""
+    matrices, others = split_matrices(model)
+    chosen = {id(parameter) for parameter in others if parameter.ndim >= 2}
+    named = [name for name, parameter in model.named_parameters() if id(parameter) in chosen]
+    besides = f", {', '.join(named[:3])}{' and more' if len(named) > 3 else ''}" if named else ""
+    return f"muon trains {len(matrices)} matrices; {rest} trains {'norms, biases' if others else 'nothing'}{besides}"

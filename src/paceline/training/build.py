@@ -23,6 +23,7 @@ from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.models.norms import PartNorm, can_group, group_batch_norms
 from paceline.optim import make_optimizer
+from paceline.optim.muon import describe_split
 from paceline.training.contract import Contract, make_contract, plan_run
 from paceline.training.exact import same_bits
 from paceline.training.noise import Noise
@@ -128,6 +129,8 @@ def _build(task: Task, config: Config, world: World) -> Run:
         full=sampler.global_batch,
         noise=noise,
     )
+    if config.optimizer == "muon":
+        notes += (describe_split(model, config.rest),)
     about = {
         "task": task.name,
         "model": config.model or type(model).__name__,

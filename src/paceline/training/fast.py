@@ -39,7 +39,7 @@ _TIMED = 10
 def prepare(run: Run, at: int) -> None:
     """Capture the steps of a run that goes on at step `at`, or say why not; weights stay. Every worker reaches this."""
     config, world, step = run.config, run.world, run.step
-    left = (step.schedule.total_steps if step.local is None else step.local.first) - at
+    left = _steps_left(step, at)
     if config.fast == "off" or world.device.type != "cuda" or left <= 0:
         return
     begin = time.monotonic()
@@ -207,7 +207,7 @@ class _Trials:
         for _ in range(_TIMED):
             graph(case.inputs)
         torch.cuda.synchronize()
-        left_s = (self.step.schedule.total_steps - self.at) * (time.perf_counter() - begin) / _TIMED
+        left_s = _steps_left(self.step, self.at) * (time.perf_counter() - begin) / _TIMED
         self._put_back()
         return bool(self.run.world.share(left_s > COMPILE_PAYS_S))
 
@@ -284,6 +284,11 @@ class _Kept:
     def _state(self) -> list[Tensor]:
         states = self._step.optimizer.state.values()
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def _steps_left(step: Step, at: int) -> int:
+    """Steps that could be captured: parts that train by themselves run plainly."""
+    return (step.schedule.total_steps if step.local is None else step.local.first) - at
 
 
 def _why_never(run: Run) -> str:

@@ -33,8 +33,6 @@ class Local:
 
     def __init__(self, step: "Step", parts: int, groups: Sequence[range]) -> None:
         schedule, self._every = step.schedule, step.config.local_steps
-        if parts < 2:
-            raise UsageError("--local-steps needs two virtual workers at least: give --virtual-workers, or more --workers")
         if step.statistics.over_workers:
             raise UsageError("--local-steps: a norm layer takes its statistics over all workers; use norm=part or batch")
         self.first = math.ceil(step.config.local_after * schedule.total_steps)

@@ -66,8 +66,8 @@ class Noise:
         self.state.lerp_(now, 1 - _SMOOTHING)
 
     def gain(self, reference_batch: int) -> Tensor:
-        """AdaScale's gain (Johnson et al. 2020, arXiv:2007.05105): from 1, where there is no noise for a larger batch to remove,
-        to k, where the gradient is all noise.
+        """AdaScale's gain (Johnson et al. 2020, arXiv:2007.05105): 1 where there is no noise for a larger batch to remove, k
+        where the gradient is all noise.
         """
         k = self._global_batch / reference_batch
         variance, square = self.state.clamp(min=1e-30)

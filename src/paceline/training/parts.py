@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from paceline.config import Config
+from paceline.config import Config, check_comparable
 from paceline.data.sampler import Sampler
 from paceline.dist.world import World
 from paceline.errors import UsageError
@@ -50,14 +50,10 @@ class Grouping:
 
 def choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) -> Grouping:
     """What `--parts-at-once` comes to for this model. A UsageError where it cannot be."""
+    check_comparable(config, parts)
     grouping = _choose_grouping(model, config, parts, workers)
     if not measures_noise(config) or workers > 1 or grouping.at_once < parts:
         return grouping
-    if parts == 1 or grouping.one_pass:
-        why = "a norm takes the whole step at once" if parts > 1 else "there is one part"
-        asks = "--measure-noise" if config.measure_noise else "--lr-rule adascale"
-        fix = "norm=part or batch" if parts > 1 else "--virtual-workers 2 or more"
-        raise UsageError(f"{asks} compares the gradients of parts, and {why}: use {fix}")
     if config.parts_at_once:
         raise UsageError(
             f"--parts-at-once {config.parts_at_once} leaves one gradient a step, and no noise to measure: use less"
@@ -78,6 +74,11 @@ def _choose_grouping(model: nn.Module, config: Config, parts: int, workers: int)
             raise UsageError(
                 f"--reduce exact: {spanning} takes its statistics over all workers, by float sums that depend on"
                 " how many there are; use norm=part or batch, or --reduce fast"
+            )
+        if config.sam_rho or measures_noise(config):
+            option = "--sam-rho" if config.sam_rho else "--measure-noise" if config.measure_noise else "--lr-rule adascale"
+            raise UsageError(
+                f"{option} takes each part's own gradient, and {spanning} has its statistics of the whole step: use norm=batch"
             )
         if 0 < asked < most:
             raise UsageError(

@@ -11,6 +11,7 @@ from paceline import cli, config
 from paceline.config import make_config, read_recipe
 from paceline.measure import rehearse as rehearsal
 from paceline.measure.rehearse import REFERENCE, make_rehearsal, nearest_recipe, verdict
+from paceline.measure.study import plan_runs
 
 TINY = ("--model", "linear", "--train-samples", "128", "--reference-batch", "16", "--epochs", "1", "--seeds", "2")
 
@@ -190,3 +191,12 @@ def test_without_a_verdict_the_best_so_far_is_named():
     best, lines = verdict(made(reference=[0.94], asked=[0.92], recipe=[0.93]), 64)
     assert best == "64 workers with batch-8192"
     assert lines[-1] == "No verdict yet: more --seeds would give one. The best so far:"
+
+
+@pytest.mark.parametrize("more", [{"lr_rule": "adascale"}, {"measure_noise": True}, {"local_steps": 2}])
+def test_what_needs_parts_is_not_asked_of_one_worker(package, more):
+    package()
+    study, _ = make_rehearsal("fashion-mnist-mini", {"workers": 4, **more}, seeds=(0,), margin=0.005)
+    assert plan_runs(study)  # which checks every arm
+    reference = next(arm for arm in study.arms if arm.name == "reference")
+    assert not set(more.items()) & set(reference.options.items())

@@ -101,8 +101,14 @@ def test_verdicts_at_a_margin(by, spread, verdict):
 
 def test_where_nothing_spreads():
     assert compare([0.9, 0.9], [0.9, 0.9], 0.005).verdict == "equal"
-    assert compare([0.8, 0.8], [0.9, 0.9], 0.005).verdict == "worse"
-    assert compare([0.95, 0.95], [0.9, 0.9], 0.005).verdict == "better"
+    assert compare([0.8, 0.8], [0.9, 0.9], 0.005).words() == "no verdict (the seeds of both do not differ)"
+
+
+def test_so_many_seeds_as_there_are_were_not_enough():
+    """Two seeds, one of which hardly spreads: Welch's degrees of freedom are few, and the interval is wide."""
+    found = compare([0.25, 0.45], [0.705, 0.717], 0.005)
+    assert found.verdict == "undecided"
+    assert seeds_needed([0.25, 0.45], [0.705, 0.717], abs(found.difference + 0.005)) >= 3
 
 
 def test_one_seed_or_none_is_no_verdict():

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -167,6 +168,11 @@ def results(name: str = "study-tiny") -> dict[str, Any]:
             'model = "liner"',
             "study tiny.toml, arm 'V = 4': unknown model 'liner': did you mean 'linear'?",
         ),
+        ("virtual_workers = 4", 'lr_rule = "adascale"', "arm 'V = 4': --lr-rule adascale compares the gradients of parts"),
+        ("virtual_workers = 4", "local_steps = 2", "arm 'V = 4': --local-steps needs two virtual workers"),
+        ("virtual_workers = 4", "sam_rho = 0.1\naccumulate = 2", "arm 'V = 4': --sam-rho does not go with --accumulate"),
+        ("seeds = 2", "seeds = 1000000000", "it must be a number of seeds, 1 to 1000, or a list"),
+        ("[arms.plain]", '[arms."pl\\u001bain"]', "an arm's name must be plain text in one line"),
         ("virtual_workers = 4", 'optimizer = "sgdd"', "study tiny.toml, arm 'V = 4': unknown optimizer 'sgdd'"),
         ("virtual_workers = 4", 'recipe = "no.toml"', "study tiny.toml, arm 'V = 4': cannot read recipe no.toml: No such file"),
         ("virtual_workers = 4", 'recipe = "no-such"', "study tiny.toml, arm 'V = 4': unknown recipe 'no-such'"),
@@ -457,6 +463,27 @@ def test_a_run_that_another_process_has_is_left_to_it(trained, monkeypatch, caps
     assert capsys.readouterr().out.count("are being done by another process") == 1
 
 
+def test_slots_wait_for_a_run_that_another_process_has(trained):
+    """It goes away without having done it: a slot takes it then."""
+    plan = plan_runs(read_study(Path(write(TINY))))
+    folder = Path("runs/study-tiny")
+    (folder / ".claims").mkdir(parents=True)
+    theirs = claim(Call(folder, "theirs"), plan[0])
+    assert theirs.__enter__()
+    ends = threading.Timer(12, lambda: theirs.__exit__(None, None, None))
+    ends.start()
+    done = paceline("study", "tiny.toml", "--per-device", "2", env={"OMP_NUM_THREADS": "1"})
+    ends.join()
+    assert done.returncode == 0, done
+    assert [run["status"] for run in results()["runs"]] == ["done"] * 4
+
+
+def test_results_that_cannot_be_written_cost_no_run(trained, mistake):
+    write(TINY)
+    assert "choose another --out" in mistake("study", "tiny.toml", "--out", "nowhere/results.json", code=1)
+    assert trained == []
+
+
 def test_two_slots_do_each_run_once_and_outlive_the_death_of_one():
     write_task("samples == 16 and training and once('killed') and os.kill(os.getpid(), signal.SIGKILL)")
     done = paceline("study", write(POINTS), "--per-device", "2", env={"OMP_NUM_THREADS": "1"})
@@ -603,7 +630,13 @@ def test_the_table_needs_no_torch_and_no_run():
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{", "are not valid JSON"), ("[]", "holds no results"), ("{}", "holds no results")]
+    ("text", "words"),
+    [
+        ("{", "are not valid JSON"),
+        ("[]", "holds no results"),
+        ("{}", "holds no results"),
+        ('{"study": {}, "runs": [], "metric": "accuracy"}', "holds no results"),
+    ],
 )
 def test_what_is_no_results(mistake, text, words):
     Path("x.json").write_text(text)

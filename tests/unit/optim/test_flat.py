@@ -3,7 +3,8 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.optim import Lamb, Lars, Muon, NovoGrad
-from paceline.optim.flat import index_of
+from paceline.optim import Lamb, Lars, Muon, NovoGrad, flat
+from paceline.optim.flat import Flat, index_of
 
 Make = Callable[..., Optimizer]
 
@@ -386,3 +387,72 @@ def test_what_it_does_not_take(name: str) -> None:
 def test_betas_lie_between_0_and_1(name: str) -> None:
     with pytest.raises(ValueError, match=r"a beta is 1\.0"):
         MAKERS[name](parameters(name), betas=(0.9, 1.0))
+
+
+class Recording:
+    """CUDA's graphs in Python: what is done while one is recorded is not done, and is done at each replay."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[Flat]) -> None:
+        self.recorded, self._calls, real = 0, None, kind.update
+        recording = self
+
+        class Graph:
+            def __init__(self) -> None:
+                self.calls: list = []
+
+            def replay(self) -> None:
+                for optimizer, pack, group in self.calls:
+                    real(optimizer, pack, group)
+
+        @contextmanager
+        def graph(made: Graph, capture_error_mode: str) -> Iterator[None]:
+            recording.recorded += 1
+            recording._calls = made.calls
+            yield
+            recording._calls = None
+
+        def update(optimizer: Flat, pack: Any, group: Any) -> None:
+            if recording._calls is None:
+                real(optimizer, pack, group)
+            else:
+                recording._calls.append((optimizer, pack, group))
+
+        monkeypatch.setattr(kind, "update", update)
+        monkeypatch.setattr(flat, "_on_one_gpu", lambda parameters: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph", graph)
+
+
+@pytest.mark.parametrize("kind", [Lars, Lamb, NovoGrad])
+def test_a_recorded_step_is_the_plain_one(kind, monkeypatch):
+    """From the third call on a graph is replayed: with the learning rate of now, new gradients, after a change of options or of
+    where the weights lie a new one, and plainly where a gradient is missing."""
+    recording = Recording(monkeypatch, kind)
+
+    def train(records: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        found = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(2, 2))]
+        groups = [{"params": found[:2], "weight_decay": 0.01}, {"params": found[2:], "weight_decay": 0.0}]
+        optimizer = kind(groups, lr=0.1)
+        optimizer.records = records
+        for step in range(14):
+            for parameter in found:
+                parameter.grad = torch.randn_like(parameter)
+            for group in optimizer.param_groups:
+                group["lr"] = torch.tensor(0.1 / (1 + step)) if step % 2 else 0.1 / (1 + step)
+            if step == 5:
+                found[1].grad = None
+            if step == 7:
+                optimizer.param_groups[0]["weight_decay"] = 0.1
+            if step == 11:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in found]
+
+    plain = train(False)
+    assert recording.recorded == 0
+    replayed = train(True)
+    assert recording.recorded == 3  # at the third call, after the change, after loading
+    for one, other in zip(plain, replayed, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)

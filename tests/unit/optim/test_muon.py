@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.optim import Muon, Paired
-from paceline.optim.muon import orthogonal, split_matrices
+from paceline.optim.muon import describe_split, orthogonal, split_matrices
 
 
 def oracle(weight: Tensor, gradients: list[Tensor], *, lr, mu=0.95, nesterov=True, decay=0.0, steps=5) -> Tensor:
@@ -202,3 +202,20 @@ def test_a_pair_evaluates_a_closure_once():
 
     assert optimizer.step(closure) == calls[0]
     assert len(calls) == 1
+
+
+def test_who_trains_what_is_said_in_a_line():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    assert describe_split(model, "sgd") == "muon trains 1 matrices; sgd trains norms, biases, 3.weight"
+
+
+def test_a_single_row_is_no_matrix():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.zeros(1, 1, 8))
+            self.hidden, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    matrices, rest = split_matrices(model := Net())
+    assert [id(each) for each in matrices] == [id(model.hidden.weight)]
+    assert len(rest) == 4

@@ -105,3 +105,8 @@ def test_gradient_noise_in_training():
     )
     moved = torch.cat([torch.from_numpy(noisy.weights[n] - plain.weights[n]).flatten() for n in plain.weights])
     assert float(moved.std()) == pytest.approx(0.1, rel=0.3)
+
+
+def test_micro_batches_would_climb_by_themselves():
+    with pytest.raises(UsageError, match="--sam-rho does not go with --accumulate"):
+        make_config({"sam_rho": 0.1, "accumulate": 2})
