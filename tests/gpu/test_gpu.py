@@ -19,10 +19,10 @@ from paceline.dist.agree import fingerprints
 from paceline.dist.world import world
 from paceline.training import tasks
 from paceline.training.build import build
+from paceline.training.carrier import Meter
 from paceline.training.exact import same_bits
 from paceline.training.fast import prepare
 from paceline.training.parts import plan_step
-from paceline.training.step import Meter
 
 pytestmark = [
     pytest.mark.gpu,
