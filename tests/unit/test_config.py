@@ -23,6 +23,7 @@ PLAIN = {
     "warmup_epochs": 0.0,
     "min_workers": None,
     "local_steps": 0,
+    "sam_rho": 0.0,
 }  # what the checks across fields leave alone
 
 

@@ -142,7 +142,7 @@ def results(name: str = "study-tiny") -> dict[str, Any]:
     ("old", "new", "words"),
     [
         ("seeds = 2", "seed = 2", "study tiny.toml: unknown key 'seed': did you mean 'seeds'?"),
-        ("seeds = 2", "seeds = 0", "study tiny.toml: seeds is 0: it must be a number of seeds, 1 or more"),
+        ("seeds = 2", "seeds = 0", "study tiny.toml: seeds is 0: it must be a number of seeds, 1 to 1000"),
         ("seeds = 2", "seeds = [1, -2]", "study tiny.toml: seeds is [1, -2]"),
         ("seeds = 2", "seeds = true", "study tiny.toml: seeds is True"),
         ("margin = 0.05", "margin = 0", "study tiny.toml: margin is 0: it must be a positive number"),
@@ -470,7 +470,7 @@ def test_slots_wait_for_a_run_that_another_process_has(trained):
     (folder / ".claims").mkdir(parents=True)
     theirs = claim(Call(folder, "theirs"), plan[0])
     assert theirs.__enter__()
-    ends = threading.Timer(12, lambda: theirs.__exit__(None, None, None))
+    ends = threading.Timer(7, lambda: theirs.__exit__(None, None, None))
     ends.start()
     done = paceline("study", "tiny.toml", "--per-device", "2", env={"OMP_NUM_THREADS": "1"})
     ends.join()
