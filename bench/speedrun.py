@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from measurement import spread, write
-from paceline.config import read_recipe
 from paceline.dist.world import World, world
+from paceline.toml import read_recipe
 from paceline.training import tasks
 from paceline.training.build import build
 from paceline.training.loop import fit

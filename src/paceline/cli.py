@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from paceline import __version__
-from paceline.config import add_flags, check_options, read_recipe
+from paceline.config import add_flags, check_options
 from paceline.dist.launch import INTERRUPTED, start_as_worker
 from paceline.dist.place import read_place
 from paceline.dist.reports import headline, is_lost_contact, report_failure
 from paceline.dist.watch import claim_process
 from paceline.errors import PacelineError, Stopped, UsageError, unknown
 from paceline.loading import pause_collector
+from paceline.toml import read_recipe
 
 _EXAMPLES = """examples:
   paceline train fashion-mnist-mini --workers 2

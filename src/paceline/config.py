@@ -1,7 +1,7 @@
 """What a run is told: one frozen dataclass that flags, TOML recipes and the record all come from.
 
-A field is a flag (`base_lr` is `--base-lr`), a TOML key and a line of `config.toml` in the record; the text under it is its
-help. Nothing here imports torch, so that `paceline --help` answers at once.
+A field is a flag (`base_lr` is `--base-lr`), a key in TOML (`toml.py`) and a line of the record's `config.toml`; the text under
+it is its help. Nothing here imports torch, so that `paceline --help` answers at once.
 """
 
 import argparse
@@ -9,7 +9,6 @@ import ast
 import dataclasses
 import inspect
 import math
-import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -208,7 +207,6 @@ class Config:
                 "--local-steps does not go with --sam-rho, --measure-noise or --lr-rule adascale: parts that train by"
                 " themselves have no common gradient"
             )
-
         if self.sam_rho and self.accumulate > 1:
             raise UsageError(
                 "--sam-rho does not go with --accumulate: every micro-batch would climb by itself; use more --virtual-workers"
@@ -216,15 +214,6 @@ class Config:
 
 
 _BETAS = {"novograd": (0.95, 0.98)}
-
-
-def check_comparable(config: Config, parts: int) -> None:
-    """A UsageError where an option needs several parts a step and there is one."""
-    if parts == 1 and (config.measure_noise or config.lr_rule == "adascale"):
-        asks = "--measure-noise" if config.measure_noise else "--lr-rule adascale"
-        raise UsageError(f"{asks} compares the gradients of parts, and there is one part: use --virtual-workers 2 or more")
-    if parts == 1 and config.local_steps:
-        raise UsageError("--local-steps needs two virtual workers at least: give --virtual-workers, or more --workers")
 
 
 _AT_LEAST: dict[str, float] = {
@@ -328,15 +317,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def make_config(*layers: Mapping[str, Any]) -> Config:
     """A Config from layers of options, the later ones winning: the task's defaults, a recipe, flags."""
+    return Config(**merge_options(*(check_options(layer) for layer in layers)))
+
+
+def merge_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers of options as one, the later ones winning; one way to say the warm-up replaces the other."""
     merged: dict[str, Any] = {}
     for layer in layers:
-        converted = check_options(layer)
-        if "warmup_epochs" in layer or layer.get("schedule") == "one-cycle":
-            merged.pop("warmup_steps", None)  # an earlier layer's other way to say it
-        if "warmup_steps" in layer or layer.get("schedule") == "one-cycle":
-            merged.pop("warmup_epochs", None)
-        merged |= converted
-    return Config(**merged)
+        for name, other in (("warmup_epochs", "warmup_steps"), ("warmup_steps", "warmup_epochs")):
+            if name in layer or layer.get("schedule") == "one-cycle":
+                merged.pop(other, None)
+        merged |= layer
+    return merged
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,46 +341,6 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
         converted[key] = _convert(key, value, kinds[key])
         _check_value(key, converted[key])
     return converted
-
-
-def read_recipe(path: str) -> dict[str, Any]:
-    """The options in a TOML file, or in the packaged recipe of that name: keys are Config's fields."""
-    found = Path(path)
-    if Path(path).name == path and not Path(path).suffix and not Path(path).exists():
-        packaged = packaged_recipes()
-        if path not in packaged:
-            error = unknown("recipe", path, packaged)
-            listed = "" if "known: " in str(error) else f" (packaged: {', '.join(packaged)})"
-            raise UsageError(f"{error}{listed}, or give a file's name")
-        found = packaged[path]
-    try:
-        with found.open("rb") as file:
-            options = tomllib.load(file)
-    except OSError as error:
-        raise UsageError(f"cannot read recipe {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"recipe {path} is not valid TOML: {error}") from None
-    known = {field.name for field in dataclasses.fields(Config)}
-    for key in options:
-        if key not in known:
-            raise UsageError(f"recipe {path}: {unknown('key', key, known)}")
-    return options
-
-
-def packaged_recipes() -> dict[str, Path]:
-    """The recipes that come with Paceline, by name."""
-    return {file.stem: file for file in sorted((Path(__file__).parent / "recipes").glob("*.toml"))}
-
-
-def to_toml(config: Config) -> str:
-    """The configuration as TOML that `--recipe` reads back to an equal Config."""
-    lines = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value is None:
-            continue
-        lines.append(f"{field.name} = {_toml_value(value)}")
-    return "\n".join(lines) + "\n"
 
 
 def to_flags(options: Mapping[str, Any]) -> list[str]:
@@ -429,17 +381,6 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
 
 
 _KIND_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = "".join(
-            "\\" + c if c in '"\\' else c if c.isprintable() else f"\\U{ord(c):08x}" for c in value
-        )  # a basic string: TOML knows no raw control characters
-        return f'"{escaped}"'
-    return repr(value)
 
 
 def _docs() -> dict[str, str]:

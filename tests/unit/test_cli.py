@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.processes import paceline, run
-from paceline import cli, config
+from paceline import cli, config, toml
 from paceline.config import Config, flag
 from paceline.data import fashion_mnist
 from paceline.training import run as training
@@ -145,19 +145,19 @@ def test_a_recipe_by_name(mistake, runs, monkeypatch):
     for name in ("batch-64", "batch-8192"):
         Path("packaged", f"{name}.toml").write_text("global_batch = 64\nepochs = 1\n")
     packaged = {name: Path("packaged", f"{name}.toml") for name in ("batch-64", "batch-8192")}
-    monkeypatch.setattr(config, "packaged_recipes", lambda: packaged)
+    monkeypatch.setattr(toml, "packaged_recipes", lambda: packaged)
     line = mistake(*MINI, "--recipe", "batch-8129")
     assert "unknown recipe 'batch-8129': did you mean 'batch-8192'? (packaged: batch-64, batch-8192), or give a file" in line
     assert "unknown recipe 'zzz': known: batch-64, batch-8192, or give a file's name" in mistake(*MINI, "--recipe", "zzz")
     assert cli.run([*MINI, "--recipe", "batch-64", "--name", "named"]) == 0
     assert "global_batch = 64\n" in (runs / "named" / "config.toml").read_text()
     Path("batch-64").write_text("global_batch = 32\n")  # a file of that name is meant first
-    assert config.read_recipe("batch-64") == {"global_batch": 32}
+    assert toml.read_recipe("batch-64") == {"global_batch": 32}
 
 
 def test_the_packaged_recipes_are_recipes_and_travel_with_the_package():
-    for name in config.packaged_recipes():
-        config.make_config(config.read_recipe(name))
+    for name in toml.packaged_recipes():
+        config.make_config(toml.read_recipe(name))
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert "recipes/*.toml" in project["tool"]["setuptools"]["package-data"]["paceline"]
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.config import SECTIONS, Config, add_flags, flag, make_config, read_recipe, to_flags, to_toml
+from paceline.config import SECTIONS, Config, add_flags, flag, make_config, to_flags
 from paceline.errors import UsageError
+from paceline.toml import read_recipe, to_toml
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 KINDS = typing.get_type_hints(Config)

@@ -68,6 +68,9 @@ def test_what_is_said_of_an_optimizers_step_is_the_committed_result() -> None:
     eager, readme = result("optimizers")["eager"]["by_optimizer"], (ROOT / "README.md").read_text()
     said = {name: f"{eager[name]['over_adamw']['median']:.2f}" for name in ("lars", "novograd", "lamb")}
     assert f"a step of LARS takes {said['lars']}, of NovoGrad {said['novograd']} and of LAMB {said['lamb']} times" in readme
+    graph = result("optimizers")["graph"]["by_optimizer"]
+    inside = [f"{graph[name]['over_adamw']['median']:.2f}" for name in ("lars", "novograd", "lamb")]
+    assert f"{inside[0]}, {inside[1]} and {inside[2]} times within a captured step" in readme
 
 
 def test_the_packaged_recipes_are_the_studys_arms() -> None:

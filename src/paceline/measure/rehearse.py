@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, check_options, flag, make_config, packaged_recipes, read_recipe, to_toml
+from paceline.config import Config, check_options, flag, make_config, merge_options
 from paceline.dist.place import read_place
 from paceline.errors import UsageError
 from paceline.measure.results import compare_arm, difference_words, final_values, spread_words, table
 from paceline.measure.runs import NOT_ITS_OWN
 from paceline.measure.spread import Comparison
-from paceline.measure.study import Arm, Study, is_built_in, merge, parse_seeds, read_base, run_study
+from paceline.measure.study import Arm, Study, is_built_in, parse_seeds, read_base, run_study
+from paceline.toml import packaged_recipes, read_recipe, to_toml
 
 REFERENCE = "reference"
 
@@ -100,7 +101,9 @@ def make_rehearsal(
         kept = {name: value for name, value in plain.items() if name not in _FROM_RECIPE}
         kept |= {name: plain[name] for name in ("crop", "flip", "erase") if name in plain}
         taken = {name: value for name, value in read_recipe(nearest).items() if name in _FROM_RECIPE}
-        arms.append(Arm(name=f"{workers} workers with {nearest}", options={**merge(kept, taken), **large}, about=nearest))
+        arms.append(
+            Arm(name=f"{workers} workers with {nearest}", options={**merge_options(kept, taken), **large}, about=nearest)
+        )
     stem = Path(task.partition(":")[0]).stem if ".py" in task else task.replace(":", "-")
     name = f"rehearse-{stem}-{workers}"
     return Study(

@@ -18,19 +18,19 @@ of it imports torch: a table is there at once.
 
 import math
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, check_comparable, check_options, read_recipe
+from paceline.config import Config, check_options, merge_options
 from paceline.dist.place import read_place
 from paceline.errors import UsageError, unknown
 from paceline.measure.results import read_results, table
 from paceline.measure.runs import NOT_ITS_OWN, Planned
 from paceline.measure.slots import do_runs, work_as_slot
+from paceline.toml import read_recipe, read_toml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +117,7 @@ def run_study(study: Study, runs_dir: Path, *, per_device: int = 1, only: Sequen
 
 def read_study(path: Path, *, seeds: str = "", settings: Sequence[str] = ()) -> Study:
     """The study in a TOML file; a UsageError of one line for whatever is wrong with it. Runs nothing, imports no torch."""
-    try:
-        with path.open("rb") as file:
-            found = tomllib.load(file)
-    except OSError as error:
-        raise UsageError(f"cannot read study {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"study {path} is not valid TOML: {error}") from None
+    found = read_toml(path, f"study {path}")
     given = parse_settings(settings)
     with _naming(f"study {path}"):
         _check_keys(found)
@@ -187,17 +181,6 @@ def is_built_in(task: str) -> bool:
     return ".py" not in task and ":" not in task
 
 
-def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers of options, the later ones winning, as `make_config` has it: one way to say the warm-up replaces the other."""
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        for name, other in (("warmup_epochs", "warmup_steps"), ("warmup_steps", "warmup_epochs")):
-            if name in layer or layer.get("schedule") == "one-cycle":
-                merged.pop(other, None)
-        merged |= layer
-    return merged
-
-
 def shrink(study: Study) -> Study:
     """A rehearsal of the study itself, in a minute on a CPU: every arm's options are used once, and nothing is learned from it.
 
@@ -228,7 +211,7 @@ def plan_runs(study: Study) -> list[Planned]:
     """All runs, seed by seed, so that a study cut short has all arms. What is wrong with an arm shows here, before any run."""
     from paceline.data.sampler import check_divides
     from paceline.training import tasks
-    from paceline.training.contract import check_parts
+    from paceline.training.contract import check_comparable, check_parts
 
     resolved: dict[str, dict[str, Any]] = {}
     for arm in study.arms:
@@ -297,7 +280,7 @@ def _read_arm(path: Path, name: str, common: Mapping[str, Any], arm: Any, given:
         if not isinstance(recipe, str) or not isinstance(about, str):
             raise UsageError("recipe and about must be text")
         base = read_base(_beside(path, recipe)) if recipe else {}
-        return Arm(name=name, options=merge(common, base, _own(own), given), about=about)
+        return Arm(name=name, options=merge_options(common, base, _own(own), given), about=about)
 
 
 def _own(options: Mapping[str, Any]) -> dict[str, Any]:

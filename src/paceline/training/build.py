@@ -84,13 +84,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
     sampler, schedule = plan_run(config, world, _count(train))
     seed_all(key(config.seed, _INIT))
     model = (task.model() if task.model else _model(config, task, train)).to(world.device)
-    notes: tuple[str, ...] = ()
-    if config.norm_part:
-        why = can_group(model)
-        if why:
-            raise UsageError(f"--norm-part {config.norm_part} cannot cut its batch: {why}; leave --norm-part out")
-        if not any(isinstance(module, _BatchNorm) and not isinstance(module, PartNorm) for module in model.modules()):
-            notes = (f"--norm-part {config.norm_part} changes nothing: the model has no plain batch norm",)
+    notes = _check_norm_part(model, config.norm_part)
     grouping = choose_grouping(model, config, sampler.parts, world.size)
     exact = config.reduce == "exact"
     if exact:  # DDP would give everyone rank 0's
@@ -102,20 +96,8 @@ def _build(task: Task, config: Config, world: World) -> Run:
         for data in (train, validation)
     ]
     if suits_channels_last(model, config, sampler.global_batch // sampler.parts):
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        why = agreed(world, "" if task.model is None else _why_not_channels_last(model, task, train, config, world))
-        if why:
-            model = model.to(memory_format=torch.contiguous_format)
-            notes += (f"convolutions keep torch's usual layout, not channels-last: {why}",)
-    noise = None
-    if measures_noise(config):
-        units = [
-            len(group)
-            for rank in range(world.size)
-            for group in deal_parts(sampler.parts, world.size, rank, grouping.at_once, whole_groups=exact)
-        ]
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        noise = Noise(trained, units, sampler.global_batch // sampler.parts, sampler.parts, world.device)
+        notes += _lay_out_channels_last(model, task, train, config, world)
+    dealt = [deal_parts(sampler.parts, world.size, rank, grouping.at_once, whole_groups=exact) for rank in range(world.size)]
     step = Step(
         model=model,
         optimizer=make_optimizer(model, config),
@@ -125,9 +107,9 @@ def _build(task: Task, config: Config, world: World) -> Run:
         config=config,
         loader=loaders[0],
         parts=sampler.parts,
-        groups=deal_parts(sampler.parts, world.size, world.rank, grouping.at_once, whole_groups=exact),
+        groups=dealt[world.rank],
         full=sampler.global_batch,
-        noise=noise,
+        noise=_make_noise(model, sampler, dealt, world) if measures_noise(config) else None,
     )
     if config.optimizer == "muon":
         notes += (describe_split(model, config.rest),)
@@ -157,6 +139,22 @@ def _build(task: Task, config: Config, world: World) -> Run:
     )
 
 
+def _check_norm_part(model: nn.Module, norm_part: int) -> tuple[str, ...]:
+    """What the user should know of `--norm-part`; a UsageError where it cannot be."""
+    why = can_group(model) if norm_part else ""
+    if why:
+        raise UsageError(f"--norm-part {norm_part} cannot cut its batch: {why}; leave --norm-part out")
+    plain = any(isinstance(module, _BatchNorm) and not isinstance(module, PartNorm) for module in model.modules())
+    return () if plain or not norm_part else (f"--norm-part {norm_part} changes nothing: the model has no plain batch norm",)
+
+
+def _make_noise(model: nn.Module, sampler: Sampler, dealt: list[list[range]], world: World) -> Noise:
+    """What compares the gradients of the groups that all workers have."""
+    units = [len(group) for groups in dealt for group in groups]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return Noise(trained, units, sampler.global_batch // sampler.parts, sampler.parts, world.device)
+
+
 def choose_precision(asked: str, world: World) -> Literal["fp32", "bf16"]:
     """What `--precision auto` comes to: bf16 where every worker's matrix units take it, on GPUs (from Ampere on) and CPUs (with
     AMX). Every worker reaches this.
@@ -179,6 +177,16 @@ def suits_channels_last(model: nn.Module, config: Config, part_batch: int) -> bo
     grouped = any(isinstance(module, PartNorm) for module in model.modules())
     compiles = config.fast == "on" and config.reduce == "fast" and next(model.parameters()).device.type == "cuda"
     return any(isinstance(module, nn.Conv2d) for module in model.modules()) and (compiles or not grouped)
+
+
+def _lay_out_channels_last(model: nn.Module, task: Task, train: Any, config: Config, world: World) -> tuple[str, ...]:
+    """In place, and back where a user's own net does not take it; says so. Every worker reaches this."""
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    why = agreed(world, "" if task.model is None else _why_not_channels_last(model, task, train, config, world))
+    if not why:
+        return ()
+    model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    return (f"convolutions keep torch's usual layout, not channels-last: {why}",)
 
 
 @torch.no_grad()

@@ -83,6 +83,7 @@ def plan_run(config: Config, world: World, samples: int) -> tuple[Sampler, Sched
     """The steps and the learning rates that follow from the configuration, the number of workers and of samples."""
     parts = config.virtual_workers or world.size
     check_parts(parts, world.size)
+    check_comparable(config, parts)
     global_batch = config.global_batch or config.reference_batch * parts
     sampler = Sampler(samples, global_batch, parts, config.seed)
     total = config.epochs * sampler.steps
@@ -101,6 +102,15 @@ def check_parts(parts: int, workers: int) -> None:
         raise UsageError(
             f"{workers} workers for {parts} virtual worker(s): use at most {parts} workers, or more virtual workers"
         )
+
+
+def check_comparable(config: Config, parts: int) -> None:
+    """A UsageError where an option needs several parts a step and there is one."""
+    if parts == 1 and (config.measure_noise or config.lr_rule == "adascale"):
+        asks = "--measure-noise" if config.measure_noise else "--lr-rule adascale"
+        raise UsageError(f"{asks} compares the gradients of parts, and there is one part: use --virtual-workers 2 or more")
+    if parts == 1 and config.local_steps:
+        raise UsageError("--local-steps needs two virtual workers at least: give --virtual-workers, or more --workers")
 
 
 def make_contract(config: Config, world: World, sampler: Sampler, schedule: Schedule, about: dict[str, Any]) -> Contract:

@@ -66,13 +66,8 @@ class Noise:
         self.state.lerp_(now, 1 - _SMOOTHING)
 
     def gain(self, reference_batch: int) -> Tensor:
-        """AdaScale's gain (Johnson et al. 2020, arXiv:2007.05105): 1 where there is no noise for a larger batch to remove, k
-        where the gradient is all noise.
-        """
-        k = self._global_batch / reference_batch
-        variance, square = self.state.clamp(min=1e-30)
-        gain: Tensor = (variance / reference_batch + square) / (variance / self._global_batch + square)
-        return gain.clamp(min(1.0, k), max(1.0, k))
+        """AdaScale's gain by the estimate so far."""
+        return adascale_gain(self.state, self._global_batch, reference_batch)
 
 
 def noise_scale(variance: float, square: float) -> float:
@@ -80,12 +75,14 @@ def noise_scale(variance: float, square: float) -> float:
     return max(variance, 0.0) / square if square > 0 else math.inf
 
 
-def adascale_gain(variance: float, square: float, global_batch: int, reference_batch: int) -> float:
-    """`Noise.gain` for numbers."""
+def adascale_gain(state: Tensor, global_batch: int, reference_batch: int) -> Tensor:
+    """By how much a larger batch may raise the learning rate, for `state` = (tr(S), |G|^2), of which one scale is as good as
+    another (Johnson et al. 2020, arXiv:2007.05105): 1 where there is no noise to remove, k where the gradient is all noise.
+    """
     k = global_batch / reference_batch
-    variance, square = max(variance, 1e-30), max(square, 1e-30)
-    gain = (variance / reference_batch + square) / (variance / global_batch + square)
-    return min(max(gain, min(1.0, k)), max(1.0, k))
+    variance, square = state.clamp(min=1e-30)
+    gain: Tensor = (variance / reference_batch + square) / (variance / global_batch + square)
+    return gain.clamp(min(1.0, k), max(1.0, k))
 
 
 def _square(tensors: list[Tensor]) -> Tensor:

@@ -9,9 +9,10 @@ from typing import Any, Protocol, cast
 
 from torch import nn
 
-from paceline.config import Config, to_toml
+from paceline.config import Config
 from paceline.errors import RecordError, UsageError
 from paceline.records import Record, environment
+from paceline.toml import to_toml
 from paceline.training.contract import Contract
 
 Row = Mapping[str, Any]

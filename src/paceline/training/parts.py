@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from paceline.config import Config, check_comparable
+from paceline.config import Config
 from paceline.data.sampler import Sampler
 from paceline.dist.world import World
 from paceline.errors import UsageError
@@ -50,7 +50,6 @@ class Grouping:
 
 def choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) -> Grouping:
     """What `--parts-at-once` comes to for this model. A UsageError where it cannot be."""
-    check_comparable(config, parts)
     grouping = _choose_grouping(model, config, parts, workers)
     if not measures_noise(config) or workers > 1 or grouping.at_once < parts:
         return grouping

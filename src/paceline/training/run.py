@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, make_config, read_recipe, to_flags
+from paceline.config import Config, make_config, to_flags
 from paceline.data.sampler import check_divides
 from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, launch
 from paceline.dist.place import Place, check_workers, read_place
@@ -19,6 +19,7 @@ from paceline.dist.world import World, world
 from paceline.errors import PacelineError, Stopped, UsageError
 from paceline.loading import load_rest
 from paceline.records import Record, close_cut_short, find_unfinished, read_result
+from paceline.toml import read_recipe
 from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.contract import check_parts

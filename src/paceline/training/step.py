@@ -264,7 +264,8 @@ class Step:
         variance, square = (row[name] for name in _NOISE)
         found["noise_scale"] = noise_scale(variance, square)
         if self.config.lr_rule == "adascale":
-            found["gain"] = adascale_gain(variance, square, self._full, self.config.reference_batch)
+            state = torch.tensor((variance, square), dtype=torch.float64)
+            found["gain"] = float(adascale_gain(state, self._full, self.config.reference_batch))
         return found, lr * found.get("gain", 1.0)
 
     def _forward(self, batch: Batch, item: Pass) -> dict[str, Tensor]:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from paceline import cli, config
-from paceline.config import make_config, read_recipe
+from paceline import cli, toml
+from paceline.config import make_config
 from paceline.measure import rehearse as rehearsal
 from paceline.measure.rehearse import REFERENCE, make_rehearsal, nearest_recipe, verdict
 from paceline.measure.study import plan_runs
+from paceline.toml import read_recipe
 
 TINY = ("--model", "linear", "--train-samples", "128", "--reference-batch", "16", "--epochs", "1", "--seeds", "2")
 
@@ -44,7 +45,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for name, text in recipes.items():
             files[name.replace("_", "-")] = path = Path("packaged", f"{name}.toml")
             path.write_text(text)
-        for module in (config, rehearsal):
+        for module in (toml, rehearsal):
             monkeypatch.setattr(module, "packaged_recipes", lambda: files)
 
     return make

@@ -17,11 +17,12 @@ import torch.distributed as dist
 
 from harness.processes import paceline, run
 from paceline import cli
+from paceline.config import merge_options
 from paceline.errors import UsageError
 from paceline.measure import slots
 from paceline.measure.results import table
 from paceline.measure.runs import Call, claim, read_state, write_json
-from paceline.measure.study import Arm, Study, merge, parse_seeds, parse_settings, plan_runs, read_study, shrink
+from paceline.measure.study import Arm, Study, parse_seeds, parse_settings, plan_runs, read_study, shrink
 from paceline.records import read_metrics
 from paceline.training import run as training
 
@@ -252,8 +253,8 @@ def test_files_lie_beside_the_study(tmp_path):
 
 
 def test_one_way_to_say_the_warm_up_replaces_the_other():
-    assert merge({"warmup_epochs": 2}, {"warmup_steps": 5}) == {"warmup_steps": 5}
-    assert merge({"warmup_epochs": 2, "schedule": "cosine"}, {"schedule": "one-cycle"}) == {"schedule": "one-cycle"}
+    assert merge_options({"warmup_epochs": 2}, {"warmup_steps": 5}) == {"warmup_steps": 5}
+    assert merge_options({"warmup_epochs": 2, "schedule": "cosine"}, {"schedule": "one-cycle"}) == {"schedule": "one-cycle"}
     assert parse_settings(["warmup-steps=5"]) == {"warmup_steps": 5}
 
 

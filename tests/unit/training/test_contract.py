@@ -125,7 +125,7 @@ def test_warm_up_in_words(options, words):
             "sgd Nesterov 0.9, weight decay 0.0005, sharpness-aware within 0.05, gradient noise 0.3, weights averaged by 0.9",
         ),
         (
-            {"local_steps": 4},
+            {"local_steps": 4, "virtual_workers": 2},
             "sgd Nesterov 0.9, weight decay 0.0005, from 50% of the run on 4 local steps between averagings",
         ),
     ],

@@ -119,12 +119,15 @@ def test_one_part_has_nothing_to_compare():
 
 
 def test_gain():
-    assert adascale_gain(1e9, 1e-9, 1024, 128) == pytest.approx(8)  # all noise: the linear rule
-    assert adascale_gain(0.0, 1.0, 1024, 128) == pytest.approx(1)  # none: nothing to gain
-    assert adascale_gain(128.0, 1.0, 1024, 128) == pytest.approx((1 + 1) / (1 / 8 + 1))
+    def gain(variance: float, square: float) -> float:
+        return float(adascale_gain(torch.tensor((variance, square)), 1024, 128))
+
+    assert gain(1e9, 1e-9) == pytest.approx(8)  # all noise: the linear rule
+    assert gain(0.0, 1.0) == pytest.approx(1)  # none: nothing to gain
+    assert gain(128.0, 1.0) == pytest.approx((1 + 1) / (1 / 8 + 1))
     noise = Noise([nn.Parameter(torch.zeros(2))], [1, 1], 512, 2, "cpu")
     noise.state.copy_(torch.tensor([128.0, 1.0]))
-    assert float(noise.gain(128)) == pytest.approx(adascale_gain(128.0, 1.0, 1024, 128))
+    assert float(noise.gain(128)) == pytest.approx(gain(128.0, 1.0))
     noise.state.copy_(torch.tensor([128.0, -1.0]))  # a square below zero counts as none
     assert float(noise.gain(128)) == pytest.approx(8)
     assert noise_scale(3.0, -1.0) == math.inf

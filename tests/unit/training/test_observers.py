@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paceline import models
-from paceline.config import Config, make_config, read_recipe
+from paceline.config import Config, make_config
 from paceline.errors import RecordError
 from paceline.records import Record, read_result
+from paceline.toml import read_recipe
 from paceline.training.contract import Contract
 from paceline.training.observers import Printer, Recorder, Result, TensorBoard
 
