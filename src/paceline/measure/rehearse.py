@@ -97,10 +97,12 @@ def make_rehearsal(
         Arm(name=f"{workers} workers as asked", options={**asked, **large}),
     ]
     nearest = nearest_recipe(batch) if is_built_in(task) else None
-    if nearest:
+    found = read_recipe(nearest) if nearest else {}
+    hidden = str(asked.get("model", "")).partition(":")[0] != "linear"
+    if nearest and (hidden or found.get("optimizer") != "muon"):  # which trains hidden layers
         kept = {name: value for name, value in plain.items() if name not in _FROM_RECIPE}
         kept |= {name: plain[name] for name in ("crop", "flip", "erase") if name in plain}
-        taken = {name: value for name, value in read_recipe(nearest).items() if name in _FROM_RECIPE}
+        taken = {name: value for name, value in found.items() if name in _FROM_RECIPE}
         arms.append(
             Arm(name=f"{workers} workers with {nearest}", options={**merge_options(kept, taken), **large}, about=nearest)
         )

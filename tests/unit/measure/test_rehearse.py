@@ -201,3 +201,11 @@ def test_what_needs_parts_is_not_asked_of_one_worker(package, more):
     assert plan_runs(study)  # which checks every arm
     reference = next(arm for arm in study.arms if arm.name == "reference")
     assert not set(more.items()) & set(reference.options.items())
+
+
+def test_a_model_without_hidden_layers_has_no_muon_arm(package):
+    package(batch_64='global_batch = 64\noptimizer = "muon"\n')
+    options = {"workers": 2, "reference_batch": 32}
+    for model, arms in (("linear", 2), ("mlp:width=8", 3)):
+        study, _ = make_rehearsal("fashion-mnist-mini", {**options, "model": model}, seeds=(0,))
+        assert len(study.arms) == arms
