@@ -112,7 +112,7 @@ def seeds_needed(values: Sequence[float], reference: Sequence[float], gap: float
     """Seeds an arm at which the interval's half would be less than the gap, if means and spreads stay; None: over 100."""
     variances = [deviation(each) ** 2 for each in (values, reference)]
     spread, balance = sum(variances), sum(variance**2 for variance in variances)
-    for n in range(min(len(values), len(reference)) + 1, MOST_SEEDS + 1):  # so many were not enough
+    for n in range(2, MOST_SEEDS + 1):
         freedom = spread**2 * (n - 1) / balance if balance else n - 1
         if t_quantile(1 - alpha, freedom) * math.sqrt(spread / n) < gap:
             return n

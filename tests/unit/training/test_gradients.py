@@ -60,6 +60,11 @@ def test_a_sharpness_aware_step_of_parts():
     assert trained.weights["1.num_batches_tracked"] == 1
 
 
+def test_every_sharpness_aware_step_counts_once_for_batch_norm():
+    trained = train_in(ALONE, blobs(norm=True), {"sam_rho": 0.5, "max_steps": 3, "epochs": 1})
+    assert trained.weights["1.num_batches_tracked"] == 3
+
+
 def test_sam_runs_parts_in_turn():
     task = blobs()
     with pytest.raises(UsageError, match="every part climbs by itself"):

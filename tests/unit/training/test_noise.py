@@ -15,6 +15,7 @@ from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.records import read_metrics
 from paceline.training.build import build
+from paceline.training.loop import fit
 from paceline.training.noise import Noise, adascale_gain, noise_scale
 from unit.training.test_parts import ALONE
 
@@ -149,6 +150,17 @@ def test_adascale_multiplies_the_learning_rate_by_the_gain():
     assert 1 < row["gain"] < 2
     assert row["lr"] == pytest.approx(0.05 * row["gain"])
     torch.testing.assert_close(scaled, plain * row["gain"], rtol=1e-3, atol=1e-7)
+
+
+def test_a_learning_rate_in_a_tensor_gains_as_much():
+    """As on a GPU, where a captured step reads it."""
+    task, options = blobs(), {**OPTIONS, "reference_batch": 12, "lr_rule": "adascale", "max_steps": 3}
+    plain = train_in(ALONE, task, options)
+    run = build(task, make_config(task.defaults, {"log_every": 1, **options}), ALONE)
+    run.step.lrs = {1.0: torch.zeros(())}
+    fit(run, [])
+    for name, tensor in run.step.model.state_dict().items():
+        torch.testing.assert_close(tensor, torch.from_numpy(plain.weights[name]), rtol=1e-5, atol=1e-7)
 
 
 def test_the_record_and_the_epoch_line_have_it(runs):
