@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# System packages the tests want: the full data set, Slurm, Open MPI, network namespaces. Without them those tests are skipped.
+# System packages the tests want: the full data set, Slurm, Open MPI, network namespaces, a browser. Without them those tests are skipped.
 set -euo pipefail
-packages=(dataset-fashion-mnist slurmctld slurmd slurm-client munge openmpi-bin iproute2)
+packages=(dataset-fashion-mnist slurmctld slurmd slurm-client munge openmpi-bin iproute2 chromium)
 missing=()
 for package in "${packages[@]}"; do
     dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")

@@ -26,6 +26,7 @@ _EXAMPLES = """examples:
   torchrun --nproc-per-node 4 -m paceline train fashion-mnist
   paceline study my_study.toml
   paceline rehearse fashion-mnist --workers 64
+  paceline scale fashion-mnist --workers 1,2,4
   paceline data fetch fashion-mnist
   paceline doctor
 """
@@ -80,6 +81,10 @@ def _verb(args: argparse.Namespace) -> int:
         from paceline.measure.rehearse import rehearse
 
         return rehearse(options)
+    if verb == "scale":
+        from paceline.measure.scale import scale_verb
+
+        return scale_verb(options)
     if verb == "data":
         from paceline.data import verb as data
 
@@ -139,6 +144,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     about = {
         "train": "Train a task on any number of workers.",
+        "scale": "Images/s on 1, 2, 4 ... workers, against linear, and where the rest went.",
         "rehearse": "What N workers would do to accuracy, measured on the one that is here.",
         "study": "Train arms x seeds from a TOML file; a table with spreads and verdicts.",
         "data": "List, fetch or verify the built-in data sets.",
@@ -154,6 +160,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         add_flags(parsers["train"])
     if wanted == "rehearse":
         _add_rehearse(parsers["rehearse"])
+    if wanted == "scale":
+        _add_scale(parsers["scale"])
     _add_study(parsers["study"])
     parsers["data"].add_argument("action", choices=("list", "fetch", "verify"))
     parsers["data"].add_argument("name", nargs="?", default="fashion-mnist")
@@ -194,6 +202,20 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", default="3", metavar="N", help="so many seeds (3) or these (0,5,7) [3]")
     parser.add_argument("--margin", default=0.005, type=float, help="what counts as equal, of accuracy or loss [0.005]")
     parser.add_argument("--per-device", default=1, type=int, metavar="N", help="runs at once on each GPU, or on the CPU [1]")
+    add_flags(parser)
+
+
+def _add_scale(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", help="fashion-mnist, fashion-mnist-mini, my_task.py or module:function")
+    parser.add_argument("--recipe", metavar="FILE", help="options from a TOML file or a packaged recipe; flags override them")
+    parser.add_argument(
+        "--mode",
+        default="weak",
+        choices=("weak", "strong"),
+        help="weak: every worker has --reference-batch samples a step; strong: a step's samples are shared out [weak]",
+    )
+    parser.add_argument("--windows", default=7, type=int, metavar="N", help="windows to measure at each number of workers [7]")
+    parser.add_argument("--window-s", default=1.0, type=float, metavar="S", help="seconds a window takes [1]")
     add_flags(parser)
 
 

@@ -177,6 +177,8 @@ class Config:
     """Write a checkpoint every so many steps (500) or seconds (60s); 0 for none."""
     keep: int = 2
     """Checkpoints to keep."""
+    profile: bool = False
+    """Write a timeline of a few steps over all workers into the record: forward, backward, every bucket's all-reduce."""
     log_every: int = 10
     """A row in metrics.jsonl every so many steps."""
     tracker: Literal["none", "tensorboard"] = "none"

@@ -2,8 +2,11 @@
 
     config.toml        the resolved configuration; `--recipe` reads it back
     environment.json   versions, hardware, launcher, command, git revision, the contract
-    metrics.jsonl      append-only: a row every few steps ("kind": "step") and one an epoch ("kind": "epoch"); "note" and
-                       "resume" rows say what happened (`read_metrics` leaves out what a resumed run did again)
+    metrics.jsonl      append-only: a row every few steps ("kind": "step") and one an epoch ("kind": "epoch"); "health" rows
+                       say where a step goes, "note" and "resume" rows what happened (`read_metrics` leaves out what a
+                       resumed run did again)
+    timeline.json      with --profile: a few steps of all workers, in Chrome's trace format
+    scale.json         of `paceline scale`, in a record of its own
     course.csv         time,val_accuracy: one line an epoch
     checkpoints/       what a resumed run goes on from
     model.safetensors  the trained weights under the bare model's own names
@@ -130,6 +133,12 @@ class Record:
                 raise
 
 
+def write_file(path: Path, text: str) -> None:
+    """Write a whole file at once: it is there complete, or not at all. Raises OSError."""
+    with _replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def close_cut_short(path: Path, status: str, why: str) -> None:
     """Say in a record how it ended, for a run whose own worker could not, or knew only that another one was gone.
 
@@ -139,8 +148,7 @@ def close_cut_short(path: Path, status: str, why: str) -> None:
         return
     result = json.loads((path / "result.json").read_text()) if (path / "result.json").exists() else {}
     if result.get("status", "failed") == "failed":
-        with _replacing(path / "result.json") as temporary:
-            temporary.write_text(json.dumps({**result, "status": status, "why": why}, indent=2) + "\n")
+        write_file(path / "result.json", json.dumps({**result, "status": status, "why": why}, indent=2) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -25,6 +25,8 @@ class Watcher:
     epochs: list[dict[str, Any]] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    healths: list[dict[str, Any]] = field(default_factory=list)
+    timelines: list[dict[str, Any]] = field(default_factory=list)
 
     def start(self, contract: Any) -> None: ...
 
@@ -36,6 +38,12 @@ class Watcher:
 
     def epoch(self, row: Any) -> None:
         self.epochs.append(dict(row))
+
+    def health(self, row: Any) -> None:
+        self.healths.append(dict(row))
+
+    def timeline(self, timeline: Any) -> None:
+        self.timelines.append(dict(timeline))
 
     def end(self, result: Result, model: nn.Module | None) -> None:
         self.results.append(result)

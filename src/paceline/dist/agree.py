@@ -13,7 +13,7 @@ from paceline.dist.world import World
 from paceline.errors import WorkersDisagree
 
 _CHUNK = 1 << 22  # elements at a time on a GPU: the int64 copy of a chunk is 32 MiB, whatever the tensor
-_CPU_CHUNK = 1 << 16  # ... on a CPU, where 512 KiB stay in its cache: larger ones cost a page fault for every 4 KiB, 4 times the time
+_CPU_CHUNK = 1 << 16  # ... on a CPU, where 512 KiB stay in its cache: larger ones, a page fault every 4 KiB, take 4 times that
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -7,8 +7,8 @@ highest positions that any part of any worker needs are kept and what lies below
 int32 and over workers as one int64 made of all three.
 
 Every worker sums a share of the values, of which all others send it theirs, and sends everybody the sums as float32:
-8 + 4 bytes a value, where an all-reduce of float32 takes 4 + 4. With one part a worker even its values are sent as they are, and
-only taken apart where they are summed: 4 + 4.
+8 + 4 bytes a value, where an all-reduce of float32 takes 4 + 4. With one part a worker even its values are sent as they are,
+and only taken apart where they are summed: 4 + 4.
 
 What is cut off each value is less than 2^-2W of the largest of its tensor: with W = 18, for up to 256 parts, 37 bits of the
 largest value are kept, where a float32 has 24 (and a float64 53: it loses some). Float32 tensors whose largest value is under
@@ -80,7 +80,7 @@ class ExactReducer:
         self._scale = self._flat
 
     def _lay_out(self, sizes: Sequence[int]) -> None:
-        """All tensors end to end. Kept from step to step: memory that is new costs a CPU more time than all the arithmetic here."""
+        """All tensors end to end. Kept from step to step: new memory costs a CPU more time than all the arithmetic here."""
         size = self._workers.size
         self._count = sum(sizes)
         length = _round_up(self._count, size)  # the same share for every worker, with some zeros at the end
@@ -140,7 +140,8 @@ class ExactReducer:
         for work in gathered:
             work.wait()
         self.forget()
-        return [total.view(shape).to(dtype) for total, shape, dtype in zip(self._results, self._shapes, self._dtypes, strict=True)]
+        found = zip(self._results, self._shapes, self._dtypes, strict=True)
+        return [total.view(shape).to(dtype) for total, shape, dtype in found]
 
     def _raise(self, tops: Tensor) -> None:
         """Move every tensor's digits to these tops, none lower than before; what falls off the end is gone."""

@@ -77,6 +77,24 @@ class World:
         dist.broadcast(data, 0)
         return json.loads(bytes(data.cpu().numpy()))
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every worker's value, made of what JSON can say, in order of rank, on rank 0; nothing on the others. Every worker
+        reaches this.
+        """
+        if self.size == 1:
+            return [value]
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        lengths[self.rank] = len(text)
+        dist.all_reduce(lengths)
+        table = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8, device=self.device)
+        table[self.rank, : len(text)] = text.to(self.device)
+        dist.reduce(table, 0)  # each row comes from one worker, so the sum is a gather
+        if self.rank != 0:
+            return []
+        rows = zip(table.cpu().numpy(), lengths.tolist(), strict=True)
+        return [json.loads(bytes(row[:length])) for row, length in rows]
+
 
 @contextmanager
 def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:

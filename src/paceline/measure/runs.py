@@ -32,7 +32,7 @@ NOT_ITS_OWN = ("seed", "name", "runs_dir", "resume", "nodes", "node_id", "rendez
 
 _INDIFFERENT = (
     *(*NOT_ITS_OWN, "backend", "timeout_s", "max_restarts", "min_workers", "grace_s", "loader_workers"),
-    *("check_every", "log_every", "tracker", "checkpoint_every", "keep"),
+    *("check_every", "log_every", "profile", "tracker", "checkpoint_every", "keep"),
 )
 """Options that may change without a run having to be done anew."""
 

@@ -169,7 +169,9 @@ class _Trials:
         """A graph that does what the plain step does, or why there is none. The same on every worker."""
         graph, why = None, ""
         try:
+            self.step.clock.take_recorded()
             graph = Graph(self._body(case, loss), case.inputs)
+            graph.stamps = self.step.clock.take_recorded()
         except Exception as error:  # whatever cannot be recorded: the plain step is there
             why = first_line(error)
         self._put_back()
@@ -234,12 +236,14 @@ class _Trials:
             case, graph = graphs.get(0 if number < sampler.full_steps else number, (None, None))
             if case is None or graph is None:
                 return None
-            self.step.mark(step, "data")
+            self.step.enter("data")
             given = [next(inputs) for _ in case.passes]
             if not graph.fits(given):
                 return self._body(case)(given)
+            self.step.enter("other")
             done = graph(given)
             self.step.mark(step, "reduce")  # what the host waits for from here on may be another worker
+            self.step.clock.replayed(graph.stamps)
             return done
 
         return captured

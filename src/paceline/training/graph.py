@@ -33,6 +33,8 @@ class Graph:
         self._into = list(tensors_in(self._held))
         self._last: list[tuple[Tensor, int] | None] = [None] * len(self._into)  # what was copied: an epoch's key only once
         self._graph = torch.cuda.CUDAGraph()
+        self.stamps: Any = None
+        """What a clock made part of it."""
         try:
             # thread_local: a DataLoader's thread may pin memory, and NCCL's look at its events, while this thread records.
             with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):

@@ -31,7 +31,7 @@ REFUSED = "cannot resume"
 _PLACE = (
     *("workers", "nodes", "node_id", "rendezvous", "backend", "timeout_s", "max_restarts", "min_workers", "grace_s"),
     *("data_dir", "loader", "loader_workers", "target_accuracy", "patience", "check_every", "log_every", "tracker"),
-    *("runs_dir", "name", "resume", "checkpoint_every", "keep"),
+    *("profile", "runs_dir", "name", "resume", "checkpoint_every", "keep"),
 )
 """Options that may differ when a run is resumed: where and how it runs, not what it computes."""
 

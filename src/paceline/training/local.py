@@ -69,7 +69,7 @@ class Local:
         self._since += 1
         if self._averages_after(step):
             self._average()
-        engine.mark(step, "reduce")
+        engine.enter("reduce")
         if engine.world.size > 1:
             dist.all_reduce(table)  # every row comes from one worker: adding zeros is exact
         return _add_up(list(table))
@@ -89,17 +89,18 @@ class Local:
         """One step of one part, whose weights are in the model; its metrics go into its row."""
         engine, samples = self._step, sum(len(item.samples) for item in passes)
         for item in passes:
-            engine.mark(engine.now, "data")
+            engine.enter("data")
             given = next(inputs)
-            engine.mark(engine.now, "forward")
+            engine.enter("forward")
             engine.statistics.use(item)
             values = engine._forward(engine._make(given), item)
-            engine.mark(engine.now, "backward")
+            engine.enter("backward")
             (values["loss"].mean() * (len(item.samples) / samples)).backward()  # type: ignore[no-untyped-call]
             means = torch.stack([values[name].detach().float().mean() for name in engine.metrics])
             row[: len(means)] += means * (len(item.samples) / step_samples)
         if engine.ema is not None:
             engine.ema.paused = True  # until parts are averaged
+        engine.enter("update")
         engine.update()
 
     def _averages_after(self, step: int) -> bool:
@@ -111,7 +112,7 @@ class Local:
     def _average(self) -> None:
         """Give all parts the mean of weights and state. Every worker reaches this."""
         engine = self._step
-        engine.mark(engine.now, "reduce")
+        engine.enter("reduce")
         live = {at: tensor for at, tensor in self._tensors().items() if _is_averaged(at[1], tensor)}
         sets = list(self._held.values()) or [live]
         for dtype in sorted({tensor.dtype for tensor in live.values()}, key=str):

@@ -19,9 +19,11 @@ from paceline.training.build import Run
 from paceline.training.carrier import Meter
 from paceline.training.evaluate import Averaged, Validation
 from paceline.training.exact import same_bits
+from paceline.training.health import Health
 from paceline.training.keeper import Keeper, Progress
 from paceline.training.observers import Observer, Result
 from paceline.training.parts import Pass
+from paceline.training.timeline import Profile
 
 
 def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, watch: Watch | None = None) -> Result:
@@ -73,6 +75,10 @@ class _Fit:
         self.save_wished = self.stop_wished = self.check_due = False
         self.noise_scale: float | None = None
         self._ahead: tuple[int, list[list[Pass]]] = (-1, [])
+        self.health, step = Health(run), run.step
+        self.profile: Profile | None = None
+        if run.config.profile:
+            self.profile = Profile(step.clock, step.model, run.world, progress.step, step.schedule.total_steps)
         run.step.say = self._say
 
     def epochs(self) -> None:
@@ -141,29 +147,50 @@ class _Fit:
 
         inputs = run.train.inputs([item.samples for _, item in flat], epoch, lambda number: run.seed(*flat[number]))
         run.step.model.train()
+        self.health.start(int(bounds[progress.step - first]))
         for passes in plan:
             i = progress.step - first
+            self.health.before(progress.step)
+            if self.profile is not None:
+                self.profile.before(progress.step)
             samples = int(bounds[i + 1] - bounds[i])
             values = run.step(progress.step, inputs, passes, samples, self._wishes())
             self._tell(meter.push(progress.step, values), epoch, begin, first + steps)
             progress.step += 1
             self.save_wished |= self.keeper.due(progress.step)
             self.check_due |= bool(config.check_every) and progress.step % config.check_every == 0
+            self.check_due |= self.profile is not None and progress.step == self.profile.steps.stop
             if run.step.local is not None and run.step.local.apart:
                 continue  # in a few steps all parts are the same again: everything that looks at weights waits for that
             if self.check_due:
                 self.check_due = False
+                run.step.clock.end()
+                self._look(epoch, int(bounds[progress.step - first]), begin)
                 check_agreement(dict(run.step.model.named_parameters()), run.world, f"after step {progress.step}")
             if self.save_wished or self.stop_wished:
                 self._tell(meter.flush(), epoch, begin, first + steps)
                 progress.epoch_time_s = time.perf_counter() - begin
                 self._save_or_stop()
+        run.step.clock.end()
         if self._steps(epoch + 1) > 0:
             self._ahead = epoch + 1, self._plan(epoch + 1, 0)  # a GPU has work for some steps more: it need not wait for this
         self._tell(meter.flush(), epoch, begin, first + steps)
         run.step.mark(progress.step, "reduce")
         run.world.barrier()
         progress.epoch_time_s = time.perf_counter() - begin
+        self._look(epoch, int(bounds[progress.step - first]), begin)
+
+    def _look(self, epoch: int, samples: int, begin: float) -> None:
+        """Put the workers' times of the last steps together, and tell. Every worker reaches this, after the same steps."""
+        progress, timed = self.progress, self.run.step.clock.take()
+        about = {"step": progress.step, "epoch": epoch + 1, "time_s": progress.train_time_s + time.perf_counter() - begin}
+        health = self.health.look(timed, samples)
+        timeline = self.profile.after(progress.step, timed) if self.profile is not None else None
+        for observer in self.observers:
+            if health is not None:
+                observer.health({**about, **health})
+            if timeline is not None:
+                observer.timeline(timeline)
 
     def _steps(self, epoch: int) -> int:
         """Steps of an epoch, of which the run's last may be cut short; 0 or less after it."""

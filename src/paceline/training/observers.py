@@ -14,6 +14,8 @@ from paceline.errors import RecordError, UsageError
 from paceline.records import Record, environment
 from paceline.toml import to_toml
 from paceline.training.contract import Contract
+from paceline.training.health import describe, judge
+from paceline.training.timeline import describe_buckets
 
 Row = Mapping[str, Any]
 
@@ -69,6 +71,12 @@ class Observer(Protocol):
     def epoch(self, row: Row) -> None:
         """After each epoch's validation."""
 
+    def health(self, row: Row) -> None:
+        """Now and then: images/s, where the step goes, the slowest worker, memory."""
+
+    def timeline(self, timeline: Row) -> None:
+        """Once, where it was asked for (`--profile`)."""
+
     def end(self, result: Result, model: nn.Module | None) -> None:
         """Once, however the run ended; the model only if it is worth keeping."""
 
@@ -110,6 +118,12 @@ class Recorder:
         if "val_accuracy" in row:
             self._record.course_row(row["time_s"], row["val_accuracy"])
 
+    def health(self, row: Row) -> None:
+        self._record.row({"kind": "health", **row})
+
+    def timeline(self, timeline: Row) -> None:
+        self._record.write("timeline.json", json.dumps(timeline) + "\n")
+
     def end(self, result: Result, model: nn.Module | None) -> None:
         try:
             if model is not None:
@@ -138,9 +152,14 @@ class Printer:
     def __init__(self, unit: str, terminal: bool) -> None:
         self._unit, self._terminal = unit, terminal
         self._total = self._per_epoch = self._workers = 1
+        self._record = ""
+        self._told: tuple[str, ...] | None = None
+        self._last: tuple[str, ...] = ()
+        """What held the run up when that was told of, and at the last look."""
 
     def start(self, contract: Contract) -> None:
         self._total, self._per_epoch, self._workers = contract.total_steps, contract.steps_per_epoch, contract.workers
+        self._record = contract.record
         width = max(len(what) for what, _ in contract.lines())
         if self._terminal:
             from rich.console import Console
@@ -182,6 +201,20 @@ class Printer:
         if "noise_scale" in row:
             words.append(f"Noise Scale = {row['noise_scale']:.0f}")
         self._line(", ".join(words))
+
+    def health(self, row: Row) -> None:
+        """The first look, and what two looks in a row find that was not told yet."""
+        found, last = judge(row), self._last
+        self._last = found
+        if self._told is None or (found == last and found != self._told):
+            self._told = found
+            self._line(f"health: {describe(row, self._unit)}")
+
+    def timeline(self, timeline: Row) -> None:
+        about = timeline["paceline"]
+        self._line(f"timeline of steps {about['steps'][0] + 1} to {about['steps'][-1] + 1}: {self._record}/timeline.json")
+        for line in describe_buckets(about["buckets"]):
+            self._line(line)
 
     def end(self, result: Result, model: nn.Module | None) -> None:
         if result.status not in ("done", "target reached"):
@@ -227,6 +260,13 @@ class TensorBoard:
         for name, value in row.items():
             if name.startswith("val_") or name == "samples_per_s":
                 self._writer.add_scalar(name.replace("val_", "validation/"), value, row["step"])
+
+    def health(self, row: Row) -> None:
+        for name, value in row["parts_s"].items():
+            self._writer.add_scalar(f"step/{name}_s", value, row["step"])
+
+    def timeline(self, timeline: Row) -> None:
+        pass
 
     def end(self, result: Result, model: nn.Module | None) -> None:
         self._writer.close()

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.config import Config
 from paceline.data.loaders import Batch, Inputs, Loader, map_tensors
+from paceline.dist.watch import PHASES as WATCHED
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim.schedules import Schedule
@@ -28,6 +29,7 @@ from paceline.training.local import Local
 from paceline.training.noise import Noise, adascale_gain, noise_scale
 from paceline.training.parts import Pass, Statistics
 from paceline.training.task import Objective
+from paceline.training.timing import Clock
 
 Loss = Callable[[Inputs, float, Tensor | None], Tensor]
 Captured = Callable[[int, Iterator[Inputs]], Tensor | None]
@@ -84,8 +86,10 @@ class Step:
         self._jitter = Jitter(trained, config.gradient_noise, config.seed) if config.gradient_noise else None
         self.ema = Ema(model, config.ema) if config.ema else None
         self.local = Local(self, parts, groups) if config.local_steps else None
-        if noise is not None and self._reducer is None and world.size > 1:
-            cast(DistributedDataParallel, self._wrapped).register_comm_hook(dist.group.WORLD, self._measure_and_average)
+        averaged = self._reducer is None and world.size > 1
+        self.clock = Clock(world, self._carrier.parameters() if averaged else ())
+        if averaged and (noise is not None or config.profile):
+            cast(DistributedDataParallel, self._wrapped).register_comm_hook(dist.group.WORLD, self._look_and_average)
         self._wish = torch.zeros(WISHES, device=world.device)
         self._wished = (False,) * WISHES
         self.captured: Captured | None = None
@@ -109,11 +113,19 @@ class Step:
         """Train on the next `len(passes)` of this worker's inputs; returns the step's metrics and wishes, still on the device:
         means over the samples of all workers, the same numbers on each. On a GPU they are good until the next step.
         """
+        self.clock.begin(step)
         if self.local is not None and self.local.takes(step):
             return self.local(step, inputs, passes, step_samples, wishes)
         self.begin(step, wishes)
-        done = self.captured(step, inputs) if self.captured is not None else None
+        replays = self.captured is not None and not self.clock.follows_buckets  # of which a graph has none
+        done = self.captured(step, inputs) if self.captured is not None and replays else None
         return self.run(inputs, passes, step_samples) if done is None else done
+
+    def enter(self, phase: str) -> None:
+        """Say where in the step this worker is: to whoever watches over it, and to the clock."""
+        if phase in WATCHED:
+            self.mark(self.now, phase)
+        self.clock.enter(phase)
 
     def begin(self, step: int, wishes: tuple[bool, bool] = (False, False)) -> None:
         """Set what differs from step to step beside the inputs."""
@@ -147,9 +159,9 @@ class Step:
             noise.start()
         for number, item in enumerate(passes):
             final = number == len(passes) - 1
-            self.mark(self.now, "data")
+            self.enter("data")
             given = next(inputs)
-            self.mark(self.now, "forward")
+            self.enter("forward")
             self.statistics.use(item)
             share, wish = self._terms(item, step_samples, final)
             self._unit = item.parts[0], share + (self._unit[1] if item.micro else 0.0)
@@ -159,7 +171,7 @@ class Step:
                     total = loss(given, share, wish)
                 else:
                     total = self._weigh(self._forward(self._make(given), item), share, wish)
-                self.mark(self.now, "backward")
+                self.enter("backward")
                 total.backward()  # type: ignore[no-untyped-call]
             if self._sam is not None:
                 self._sam.descend()
@@ -167,12 +179,15 @@ class Step:
                 noise.take(*self._unit, sums=self._reducer is None)
             if self._reducer is not None and item.last:
                 self._reducer.add()
+        if self.world.size > 1 and (self._reducer is not None or noise is not None):
+            self.enter("reduce")
         if self._reducer is not None:
-            self.mark(self.now, "reduce")
             self._reducer.finish()
         if noise is not None:
             noise.finish(self.world)
+        self.enter("update")
         self.update()
+        self.enter("other")
         out = self._carrier.unload()
         return out if self.noise is None else torch.cat((out, self.noise.state.float()))
 
@@ -206,16 +221,16 @@ class Step:
         self._sam.climb(values["loss"].mean())
         return self.statistics.aside()
 
-    def _measure_and_average(
+    def _look_and_average(
         self,
         group: dist.ProcessGroup,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[Tensor]:
-        """DDP's own averaging, with a look at this worker's gradients before it."""
+        """DDP's own averaging, with a look at this worker's gradients before it, and at the clock."""
         if self._measuring and self.noise is not None:
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             self.noise.add(*self._unit, {p: grad for p, grad in pairs if p is not self._carrier.cargo})
-        return allreduce_hook(group, bucket)
+        return self.clock.average(bucket, lambda: allreduce_hook(group, bucket))
 
     def dry_run(self, inputs: Sequence[Inputs], passes: Sequence[Pass], step_samples: int, loss: Loss) -> None:
         """All forward and backward passes, by this worker alone: one that fails leaves nobody in a collective. Nothing but

@@ -392,7 +392,9 @@ class _Fake(Workers):
         tensor.copy_(self._everyone.exchange(self.rank, tensor).amax(0))
 
     def scatter(self, sent: Tensor, received: Tensor) -> Any:
-        received.copy_(self._everyone.exchange(self.rank, sent).unflatten(1, (self.size, len(sent) // self.size))[:, self.rank].flatten())
+        received.copy_(
+            self._everyone.exchange(self.rank, sent).unflatten(1, (self.size, len(sent) // self.size))[:, self.rank].flatten()
+        )
         return Done()
 
     def gather(self, share: Tensor, everything: Tensor) -> Any:

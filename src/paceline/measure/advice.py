@@ -1,0 +1,101 @@
+"""What `paceline scale` found, as a table and as one sentence of advice. Nothing here imports torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+PARTS = ("input", "compute", "communication", "waiting", "optimizer", "other")
+
+_GOOD, _WORTH_SAYING = 0.9, 0.15
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """One line a number of workers: images/s and against linear; then where a step went."""
+    unit = f"{result['unit']}/s"
+    lines = [
+        f"{'workers':>8} {'batch':>7} {unit:>10} {'low to high':>21} {'speed-up':>9} {'of linear':>10}",
+        *(
+            f"{count['workers']:>8} {count['global_batch']:>7,} {count['samples_per_s']:>10,.0f}"
+            f" {count['low']:>10,.0f}{count['high']:>11,.0f} {count['speed_up']:>9.2f} {count['efficiency']:>10.0%}"
+            for count in result["counts"]
+        ),
+        "",
+        f"{'workers':>8} {'a step, ms':>11}" + "".join(f"{name:>15}" for name in PARTS),
+        *(
+            f"{count['workers']:>8} {1e3 * count['step_s']:>11.2f}"
+            + "".join(f"{_cell(count['parts_s'][name], count['step_s']):>15}" for name in PARTS)
+            for count in result["counts"]
+        ),
+    ]
+    windows = {len(count["windows"]) for count in result["counts"]}
+    note = f"{result['mode']} scaling; medians of {'/'.join(map(str, sorted(windows)))} windows; parts are means over workers"
+    return "\n".join([*lines, note])
+
+
+def _cell(part_s: float, step_s: float) -> str:
+    return f"{1e3 * part_s:.2f} ({part_s / step_s:.0%})"
+
+
+def advise_scale(result: Mapping[str, Any]) -> str:
+    """One sentence: how it scales, what the largest loss is, and what to do about it."""
+    counts = result["counts"]
+    first, last = counts[0], counts[-1]
+    lost = lost_s(first, last)
+    if len(counts) == 1:
+        share = {name: last["parts_s"][name] / last["step_s"] for name in PARTS if name != "compute"}
+        worst = max(share, key=lambda name: share[name])
+        head = f"{_workers(last)} make {last['samples_per_s']:,.0f} {result['unit']}/s"
+        if share[worst] < _WORTH_SAYING:
+            return f"{head}, and compute is {last['parts_s']['compute'] / last['step_s']:.0%} of a step: measure more workers."
+        return f"{head}, but {share[worst]:.0%} of a step is {_NAMES[worst]}: {_fix(worst, last)}."
+    times = last["speed_up"] / first["workers"]
+    head = f"{_workers(last)} are {times:.2f} times as fast as {_workers(first)} ({last['efficiency']:.0%} of linear)"
+    worst = max(lost, key=lambda name: lost[name])
+    waits = last["parts_s"]["input"] / last["step_s"]
+    if waits >= _WORTH_SAYING and worst != "input" and last["efficiency"] >= _GOOD:
+        return f"{head}, but {waits:.0%} of every step is {_NAMES['input']}: {_fix('input', last)}."
+    if last["efficiency"] >= _GOOD:
+        return f"{head}: more of them are worth trying."
+    return f"{head}; what is lost is mostly {_NAMES[worst]} ({1e3 * lost[worst]:.1f} ms a step): {_fix(worst, last)}."
+
+
+def lost_s(first: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, float]:
+    """How much longer each part of a step takes than it would if every sample cost a worker what it did with fewest workers."""
+    share = (last["global_batch"] / last["workers"]) / (first["global_batch"] / first["workers"])
+    return {name: last["parts_s"][name] - share * first["parts_s"][name] for name in PARTS}
+
+
+_NAMES = {
+    "input": "waiting for input",
+    "compute": "slower compute",
+    "communication": "communication that nothing hides",
+    "waiting": "waiting for slower workers",
+    "optimizer": "the optimizer",
+    "other": "time between steps",
+}
+
+
+def _fix(part: str, count: Mapping[str, Any]) -> str:
+    """What to do about it."""
+    contract = count["contract"]
+    match part:
+        case "input":
+            return "use more --loader-workers, make samples cheaper, or keep the data on the device (--loader resident)"
+        case "compute" if "CPU" in contract.get("devices", ""):
+            return "CPU workers share cores, caches and memory, so use no more workers than cores"
+        case "compute":
+            return "smaller parts use the device less well, so give each worker more samples"
+        case "communication":
+            return "give each worker more samples a step (--reference-batch, with its base lr), or the nodes a faster link"
+        case "waiting" if count["virtual_workers"] % count["workers"]:
+            parts, workers = count["virtual_workers"], count["workers"]
+            return f"{parts} parts cannot be dealt evenly to {workers} workers, so use a divisor of {parts}"
+        case "waiting":
+            waits = [worker["parts_s"]["waiting"] for worker in count["by_worker"]]
+            return f"worker {waits.index(min(waits))} is the one the others wait for, so look at its machine"
+        case "optimizer":
+            return "its cost does not shrink with more workers, so larger steps spread it over more samples"
+    return "checkpoints, checks and metrics are what lies there"
+
+
+def _workers(count: Mapping[str, Any]) -> str:
+    return "1 worker" if count["workers"] == 1 else f"{count['workers']} workers"

@@ -1,0 +1,152 @@
+"""`paceline train --profile`: a timeline of a few steps over all workers, in Chrome's trace format, which Perfetto opens.
+
+One process a worker; in it what the worker computes (input, forward, backward, optimizer) and, on a second line, DDP's
+buckets: each from the moment its gradients are ready until they are averaged. What of that lies before the worker's last
+gradient is hidden behind the backward pass; the rest is what the step waits for.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from paceline.dist.world import World
+from paceline.training.timing import PHASES, Clock, Timed
+
+WARM_UP, STEPS = 10, 5
+"""Steps before the timeline begins, and in it: DDP lays its buckets out anew after the first step."""
+
+_LINES = ("computes", "averages")
+_MOST_NAMES = 1000
+
+
+class Profile:
+    """The steps of a run that are followed."""
+
+    def __init__(self, clock: Clock, model: nn.Module, world: World, first: int, last: int) -> None:
+        """Of a run that goes on at step `first` and ends before `last`."""
+        begin = min(first + WARM_UP, max(first, last - STEPS))
+        self.steps = range(begin, min(begin + STEPS, last))
+        self._clock, self._world = clock, world
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._taken: list[Timed] = []
+
+    def before(self, step: int) -> None:
+        """A step is about to begin."""
+        self._clock.follows_buckets = step in self.steps
+        self._clock.on |= self._clock.follows_buckets
+
+    def after(self, step: int, timed: Sequence[Timed]) -> dict[str, Any] | None:
+        """So many steps are done, and these were timed since the last look; the timeline, on rank 0, once it is complete.
+        Every worker reaches this.
+        """
+        self._taken += [each for each in timed if each.step in self.steps]
+        if not self._taken or step < self.steps.stop:
+            return None
+        self._clock.follows_buckets = False
+        workers = self._world.gather([_plain(each, self._names) for each in self._taken])
+        self._taken = []
+        return make_timeline(workers, self._world.backend) if self._world.speaks else None
+
+
+def make_timeline(workers: Sequence[Sequence[Mapping[str, Any]]], backend: str) -> dict[str, Any]:
+    """The trace of every worker's steps, and what became of each bucket."""
+    origin = min(step["spans"][0][1] for steps in workers for step in steps)
+    events: list[dict[str, Any]] = []
+    for rank, steps in enumerate(workers):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"worker {rank}"}})
+        for line, name in enumerate(_LINES):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": line, "args": {"name": name}})
+        for step in steps:
+            for phase, begin, end in _cut(step):
+                events.append(_event((phase, phase), (begin - origin, end - origin), (rank, 0), {"step": step["step"]}))
+            for number, bucket in enumerate(step["buckets"]):
+                about = {"step": step["step"], "bucket": number, "bytes": bucket["bytes"]}
+                when = bucket["ready"] - origin, bucket["averaged"] - origin
+                events.append(_event((f"all-reduce, bucket {number}", "communication"), when, (rank, 1), about))
+    first = workers[0]
+    return {
+        "displayTimeUnit": "ms",
+        "traceEvents": events,
+        "paceline": {
+            "workers": len(workers),
+            "steps": [step["step"] for step in first],
+            "backend": backend,
+            "buckets": _describe_buckets([step for steps in workers for step in steps]),
+        },
+    }
+
+
+def describe_buckets(buckets: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line a bucket, in the order in which they are averaged."""
+    lines = []
+    for bucket in buckets:
+        names, took_s = bucket["parameters"], bucket["took_s"]
+        held = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
+        hidden = f", {bucket['hidden_s'] / took_s:.0%} of it behind the backward pass" if took_s else ""
+        lines.append(
+            f"bucket {bucket['bucket']}: {bucket['bytes'] / 2**20:.2f} MB, {len(names)} tensors ({held}), ready"
+            f" {1e3 * bucket['ready_s']:.2f} ms into it, averaged in {1e3 * took_s:.2f} ms{hidden}"
+        )
+    return lines
+
+
+def _event(
+    name: tuple[str, str], when: tuple[float, float], where: tuple[int, int], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    begin, end = when
+    return {
+        "ph": "X",
+        "name": name[0],
+        "cat": name[1],
+        "ts": round(begin * 1e6, 3),
+        "dur": round((end - begin) * 1e6, 3),
+        "pid": where[0],
+        "tid": where[1],
+        "args": dict(about),
+    }
+
+
+def _cut(step: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """The phases as people name them; the backward pass ends with the last gradient, and what is left of it is averaging."""
+    words = {**PHASES, "data": "input", "reduce": "communication"}
+    found = []
+    for phase, begin, end in step["spans"]:
+        ready = step["ready"]
+        if phase == "backward" and ready is not None and begin <= ready <= end:
+            found += [("backward", begin, ready), ("communication", ready, end)]
+        else:
+            found.append((words[phase], begin, end))
+    return [span for span in found if span[2] > span[1]]
+
+
+def _describe_buckets(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each bucket: what it holds, how long after the backward pass began it is ready, how long it takes, how much is hidden."""
+    if not steps or not steps[0]["buckets"]:
+        return []
+    described = []
+    for number, like in enumerate(steps[0]["buckets"]):
+        rows = []
+        for step in steps:
+            bucket, begin = step["buckets"][number], max(begin for phase, begin, _ in step["spans"] if phase == "backward")
+            end = step["ready"] if step["ready"] is not None else bucket["ready"]
+            hidden = max(0.0, min(bucket["averaged"], end) - bucket["ready"])
+            rows.append((bucket["ready"] - begin, bucket["averaged"] - bucket["ready"], hidden))
+        ready_s, took_s, hidden_s = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+        about = {"bucket": number, "order": number, "bytes": like["bytes"], "parameters": like["parameters"]}
+        described.append({**about, "ready_s": ready_s, "took_s": took_s, "hidden_s": hidden_s})
+    return described
+
+
+def _plain(timed: Timed, names: Mapping[Any, str]) -> dict[str, Any]:
+    """A step as JSON can say it; the parameter that carries metrics has no name of the model's."""
+    buckets = [
+        {
+            "bytes": bucket["bytes"],
+            "ready": bucket["ready"],
+            "averaged": bucket.get("averaged", bucket["ready"]),
+            "parameters": [names.get(parameter, "(metrics)") for parameter in bucket["parameters"]][:_MOST_NAMES],
+        }
+        for bucket in timed.buckets
+    ]
+    return {"step": timed.step, "spans": timed.spans(), "ready": timed.ready, "buckets": buckets}

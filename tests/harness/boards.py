@@ -1,0 +1,79 @@
+"""Boards and the records they show: a server in a thread, and folders as a run leaves them."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from paceline.records import Record
+from paceline.report.board import BoardServer, listen, make_server
+
+FACTS = {
+    **{
+        "task": "fashion-mnist-mini",
+        "model": "cnn:width=8",
+        "workers": 2,
+        "virtual_workers": 2,
+        "global_batch": 256,
+        "part_batch": 128,
+    },
+    **{"optimizer": "sgd", "steps_per_epoch": 10, "epochs": 4, "total_steps": 40, "peak_lr": 0.1, "seed": 0},
+}
+
+
+@contextmanager
+def serving(root: Path, host: str = "127.0.0.1") -> Iterator[BoardServer]:
+    """A board of this folder at any free port, until the block ends."""
+    with listen(host, 0) as listener:
+        server = make_server(root, listener, host)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+            thread.join(timeout=20)
+            assert not thread.is_alive(), "the board did not end"
+
+
+def begin_run(root: Path, name: str, when: str = "2026-03-01T10:00:00+00:00", **facts: Any) -> Record:
+    """A run that trains, up to its first step: the real writer, with its lock."""
+    record = Record(str(root), name)
+    about = {"when": when, "task": "fashion-mnist-mini", "versions": {"torch": "2.13.0"}, "contract": FACTS | facts}
+    record.write("environment.json", json.dumps(about))
+    return record
+
+
+def add_steps(record: Record, first: int, last: int) -> None:
+    """Rows of these steps; an epoch's row where it ends."""
+    for step in range(first, last + 1):
+        record.row(
+            {"kind": "step", "step": step, "epoch": 1 + (step - 1) // 10, "lr": 0.1, "time_s": step / 10, "loss": 2.3 / step}
+        )
+        if step % 10 == 0:
+            row = {
+                "kind": "epoch",
+                "epoch": step // 10,
+                "step": step,
+                "time_s": step / 10,
+                "epoch_time_s": 1.0,
+                "samples_per_s": 2560.0,
+            }
+            record.row({**row, "val_loss": 2.3 / step, "val_accuracy": 1 - 1 / (1 + step)})
+
+
+def end_run(record: Record, accuracy: float = 0.8, status: str = "done", **more: Any) -> None:
+    """The record's end, with its result."""
+    metrics = {"accuracy": accuracy, "loss": 1 - accuracy}
+    ended = {"status": status, "metrics": metrics, "epochs": 4, "steps": 40, "train_time_s": 4.0, "samples_per_s": 2560.0}
+    record.finish(ended | more)
+
+
+def make_run(root: Path, name: str, accuracy: float = 0.8, status: str = "done", **facts: Any) -> Path:
+    """A run that ended."""
+    record = begin_run(root, name, **facts)
+    add_steps(record, 1, 40)
+    end_run(record, accuracy, status)
+    return record.path

@@ -1,0 +1,171 @@
+"""Faults are put into real workers, one after the other, and the part of the step that each belongs to must grow."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.processes import run_workers
+from harness.training import blobs, first_two, train_in
+from paceline.config import make_config
+from paceline.data.loaders import Arrays
+from paceline.dist.world import World
+from paceline.measure import windows
+from paceline.training import step as step_module
+from paceline.training.build import build
+from paceline.training.task import Task, classify
+from paceline.training.timing import PARTS
+
+_DELAY_S = 0.03
+_HOW = {"windows": 3, "window_s": 0.05}
+_FAULTS = ("none", "slow loader", "slow worker", "slow link", "slow optimizer", "exact, slow worker")
+
+
+def _measure_all(world: World) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return {fault: _measure(world, fault) for fault in _FAULTS}
+
+
+def _measure(world: World, fault: str) -> dict[str, Any]:
+    plain = first_two(classify())
+
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        if fault.endswith("slow worker") and world.rank == 1:
+            time.sleep(_DELAY_S)
+        values: dict[str, Tensor] = plain(model, batch)
+        return values
+
+    def prepare(batch: tuple[Tensor, ...], samples: Tensor, epoch: int | None) -> tuple[Tensor, ...]:
+        if fault == "slow loader":
+            time.sleep(_DELAY_S)
+        return batch
+
+    task = blobs(objective=objective, prepare=prepare)
+    reduce = "exact" if fault.startswith("exact") else "fast"
+    run = build(task, make_config(task.defaults, {"reduce": reduce, "profile": True}), world)
+    if fault == "slow optimizer":
+        inner = run.step.optimizer.step
+        run.step.optimizer.step = lambda: (time.sleep(_DELAY_S), inner())  # type: ignore[method-assign]
+    with _slow_link() if fault == "slow link" else _nothing():
+        return windows.measure(run, _HOW)["count"]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _slow_link() -> Iterator[None]:
+    """Every bucket's average arrives late, on both workers alike."""
+    average = step_module.allreduce_hook
+
+    def late(group: Any, bucket: Any) -> Any:
+        def wait(done: Any) -> Tensor:
+            time.sleep(_DELAY_S)
+            return done.value()  # type: ignore[no-any-return]
+
+        return average(group, bucket).then(wait)
+
+    step_module.allreduce_hook = late
+    try:
+        yield
+    finally:
+        step_module.allreduce_hook = average
+
+
+@pytest.fixture(scope="module")
+def counts() -> dict[str, Any]:
+    """As rank 0 tells it; every worker has the same."""
+    first, _ = run_workers(_measure_all, 2)
+    return first  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("fault", "part"), [("slow loader", "input"), ("slow link", "communication"), ("slow optimizer", "optimizer")]
+)
+def test_a_fault_shows_in_its_own_part(counts: dict[str, Any], fault: str, part: str) -> None:
+    found, before = counts[fault]["parts_s"], counts["none"]["parts_s"]
+    grown = {name: found[name] - before[name] for name in PARTS}
+    assert max(grown, key=lambda name: grown[name]) == part
+    assert grown[part] > 0.8 * _DELAY_S
+    assert found[part] > 0.5 * counts[fault]["step_s"]
+
+
+@pytest.mark.parametrize("fault", ["slow worker", "exact, slow worker"])
+def test_a_slow_worker_computes_while_the_other_waits(counts: dict[str, Any], fault: str) -> None:
+    waits, slow = (worker["parts_s"] for worker in counts[fault]["by_worker"])
+    assert max(waits, key=lambda name: waits[name]) == "waiting"
+    assert max(slow, key=lambda name: slow[name]) == "compute"
+    assert waits["waiting"] > 0.8 * _DELAY_S
+    assert slow["waiting"] < 0.2 * _DELAY_S
+
+
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_parts_add_up_to_the_step(counts: dict[str, Any], fault: str) -> None:
+    for worker in counts[fault]["by_worker"]:
+        assert sum(worker["parts_s"].values()) == pytest.approx(worker["step_s"])
+        assert all(value >= 0 for value in worker["parts_s"].values())
+    assert sum(counts[fault]["parts_s"].values()) == pytest.approx(counts[fault]["step_s"])
+    assert counts[fault]["forward_s"] + counts[fault]["backward_s"] == pytest.approx(counts[fault]["parts_s"]["compute"])
+
+
+def _deep() -> Task:
+    """Four matrices of a megabyte: DDP's first bucket closes at one."""
+
+    def points(count: int) -> Arrays:
+        return Arrays((torch.randn(count, 512), torch.arange(count) % 3))
+
+    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512, bias=False), nn.ReLU())]
+    return Task(
+        name="deep",
+        model=lambda: nn.Sequential(*layers, nn.Linear(512, 3)),
+        train=lambda: points(64),
+        validation=lambda: points(8),
+        objective=classify(),
+        defaults={"global_batch": 8, "reference_batch": 8, "epochs": 3, "check_every": 5},
+    )
+
+
+def _profile(world: World) -> tuple[Any, Any, int]:
+    torch.set_num_threads(1)
+    trained = train_in(world, _deep(), {"profile": True})
+    return trained.watcher.timelines, trained.watcher.healths, sum(array.nbytes for array in trained.weights.values())
+
+
+def test_a_timeline_has_every_worker_and_every_bucket() -> None:
+    results = run_workers(_profile, 2)
+    ((timeline,), healths, nbytes), (others, _, _) = results
+    assert others == [], "rank 0 alone tells"
+    about = timeline["paceline"]
+    assert (about["workers"], about["steps"]) == (2, [10, 11, 12, 13, 14])
+    buckets = about["buckets"]
+    assert len(buckets) >= 2
+    assert sum(bucket["bytes"] for bucket in buckets) == nbytes + 18 * 4, "all gradients and the metrics, once"
+    names = [name for bucket in buckets for name in bucket["parameters"]]
+    assert sorted(names) == sorted(["(metrics)", *(f"{i}.weight" for i in (0, 2, 4, 6, 8)), "8.bias"])
+    assert names.index("8.weight") < names.index("0.weight"), "the last layer's gradients are ready first"
+    assert [bucket["ready_s"] for bucket in buckets] == sorted(bucket["ready_s"] for bucket in buckets)
+    assert all(0 <= bucket["hidden_s"] <= bucket["took_s"] for bucket in buckets)
+
+    events = [event for event in timeline["traceEvents"] if event["ph"] == "X"]
+    for rank in (0, 1):
+        for step in about["steps"]:
+            mine = [event for event in events if (event["pid"], event["args"]["step"]) == (rank, step)]
+            computed = [event for event in mine if event["tid"] == 0]
+            assert {"input", "forward", "backward", "optimizer"} <= {event["name"] for event in computed}
+            assert [event["args"]["bucket"] for event in mine if event["tid"] == 1] == list(range(len(buckets)))
+            for before, after in zip(computed, computed[1:], strict=False):
+                assert before["ts"] + before["dur"] <= after["ts"] + 0.01, "one line does one thing at a time"
+    assert all(event["dur"] > 0 for event in events)
+
+    assert [row["step"] for row in healths] == [5, 8, 10, 15, 16, 20, 24]
+    for row in healths:
+        assert sum(row["parts_s"].values()) == pytest.approx(row["step_s"])
+        assert row["slowest"] in (0, 1)
+        assert row["memory_bytes"] > 0
+        assert row["gradient_bytes"] == nbytes
