@@ -199,7 +199,7 @@ def environment() -> dict[str, Any]:
     packages = ("paceline", "torch", "numpy", "safetensors")
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [Path(sys.argv[0]).name.replace("__main__.py", "paceline"), *sys.argv[1:]],
         "python": platform.python_version(),
         "system": platform.platform(),
         "machine": platform.node(),

@@ -31,8 +31,8 @@ def missing() -> list[str]:
 
 
 @contextmanager
-def two_nodes(hosts: tuple[str, str] | None = None) -> Iterator[tuple[Node, Node]]:
-    """Two joined nodes, gone at the end; `hosts` are what their /etc/hosts say."""
+def two_nodes(hosts: tuple[str, str] | None = None, rate: str = "") -> Iterator[tuple[Node, Node]]:
+    """Two joined nodes, gone at the end; `hosts` are what their /etc/hosts say, `rate` what the cable lets through ("1gbit")."""
     nodes = tuple(Node(f"paceline-{os.getpid()}-{i}", address) for i, address in enumerate(ADDRESSES))
     cables = [f"pl{os.getpid()}-{i}" for i in range(2)]  # an interface's name has at most 15 characters
     folders = [Path("/etc/netns", node.name) for node in nodes]  # ip netns exec lays these files over those in /etc
@@ -47,6 +47,10 @@ def two_nodes(hosts: tuple[str, str] | None = None) -> Iterator[tuple[Node, Node
             _ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", cable)
             _ip("-n", node.name, "link", "set", "lo", "up")
             _ip("-n", node.name, "link", "set", cable, "up")
+            if rate:
+                shaped = ["tc", "-n", node.name, "qdisc", "add", "dev", cable, "root", "tbf", "rate", rate]
+                done = run([*shaped, "burst", "256kb", "latency", "50ms"], timeout_s=10)
+                assert done.returncode == 0, f"tc: {done.stderr}"
         yield nodes[0], nodes[1]
         left = {
             node.name: pids for node in nodes if (pids := run(["ip", "netns", "pids", node.name], timeout_s=10).stdout.split())

@@ -9,6 +9,7 @@ from one to the next, as tensors on the device; `make` is the same work on them 
 """
 
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -181,6 +182,8 @@ class Streaming(Loader):
     ) -> None:
         self._prepare, self._device = _Preparation(prepare, device), device
         self._plan = _PlanSampler()
+        # torch counts the worker's own core, to which its loader's processes are not bound.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
         self._loader = DataLoader(
             _Keyed(data, seed),
             batch_sampler=self._plan,

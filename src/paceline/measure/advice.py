@@ -1,5 +1,6 @@
 """What `paceline scale` found, as a table and as one sentence of advice. Nothing here imports torch."""
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,9 @@ def table(result: Mapping[str, Any]) -> str:
         ),
     ]
     windows = {len(count["windows"]) for count in result["counts"]}
+    slower = max(count["step_s"] * count["samples_per_s"] / count["global_batch"] for count in result["counts"]) - 1
     note = f"{result['mode']} scaling; medians of {'/'.join(map(str, sorted(windows)))} windows; parts are means over workers"
+    note += ", of steps that were timed" + (f" and took up to {slower:.0%} longer for it" if slower >= 0.02 else "")
     return "\n".join([*lines, note])
 
 
@@ -43,7 +46,7 @@ def advise_scale(result: Mapping[str, Any]) -> str:
     if len(counts) == 1:
         share = {name: last["parts_s"][name] / last["step_s"] for name in PARTS if name != "compute"}
         worst = max(share, key=lambda name: share[name])
-        head = f"{_workers(last)} make {last['samples_per_s']:,.0f} {result['unit']}/s"
+        head = f"{_workers(last)} make{'s' * (last['workers'] == 1)} {last['samples_per_s']:,.0f} {result['unit']}/s"
         if share[worst] < _WORTH_SAYING:
             return f"{head}, and compute is {last['parts_s']['compute'] / last['step_s']:.0%} of a step: measure more workers."
         return f"{head}, but {share[worst]:.0%} of a step is {_NAMES[worst]}: {_fix(worst, last)}."
@@ -51,7 +54,7 @@ def advise_scale(result: Mapping[str, Any]) -> str:
     head = f"{_workers(last)} are {times:.2f} times as fast as {_workers(first)} ({last['efficiency']:.0%} of linear)"
     worst = max(lost, key=lambda name: lost[name])
     waits = last["parts_s"]["input"] / last["step_s"]
-    if waits >= _WORTH_SAYING and worst != "input" and last["efficiency"] >= _GOOD:
+    if waits >= _WORTH_SAYING and last["efficiency"] >= _GOOD:
         return f"{head}, but {waits:.0%} of every step is {_NAMES['input']}: {_fix('input', last)}."
     if last["efficiency"] >= _GOOD:
         return f"{head}: more of them are worth trying."
@@ -91,6 +94,8 @@ def _fix(part: str, count: Mapping[str, Any]) -> str:
             return f"{parts} parts cannot be dealt evenly to {workers} workers, so use a divisor of {parts}"
         case "waiting":
             waits = [worker["parts_s"]["waiting"] for worker in count["by_worker"]]
+            if min(waits) > 0.5 * statistics.median(waits):
+                return "it is now this one and now that one, so larger steps, or cores of their own, would even it out"
             return f"worker {waits.index(min(waits))} is the one the others wait for, so look at its machine"
         case "optimizer":
             return "its cost does not shrink with more workers, so larger steps spread it over more samples"

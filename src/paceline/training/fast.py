@@ -240,7 +240,7 @@ class _Trials:
             given = [next(inputs) for _ in case.passes]
             if not graph.fits(given):
                 return self._body(case)(given)
-            self.step.enter("other")
+            self.step.enter(self.step.clock.before_replay)
             done = graph(given)
             self.step.mark(step, "reduce")  # what the host waits for from here on may be another worker
             self.step.clock.replayed(graph.stamps)

@@ -1,15 +1,19 @@
 """How a run fares while it trains: images/s, where the step goes, whom the others wait for, memory.
 
-Every `check_every` steps and after each epoch, when workers meet anyway, they put the times of the steps since then together
-(two small collectives). On a GPU one step in so many is timed.
+After each epoch, and within long ones every few seconds at a step where workers compare their weights anyway, they put the
+times of the last steps together: two small collectives. On a CPU every step is timed, on a GPU the one before a look.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.training.build import Run
 from paceline.training.timing import Timed, fill_up, split_steps
+
+LOOK_S = 5.0
+"""Seconds between two looks, about."""
 
 INPUT_BOUND, LAGS, COMMUNICATES = 0.2, 0.1, 0.3
 """Shares of a step from which on the run is said to be input-bound, held up by one worker, or by communication."""
@@ -23,6 +27,7 @@ class Health:
         self._gpu = run.world.device.type == "cuda"
         trained = [parameter for parameter in run.step.model.parameters() if parameter.requires_grad]
         self._gradient_bytes = sum(parameter.nbytes for parameter in trained)
+        self._step_s = math.inf  # of the last look's steps, the same on all workers: so all agree on when the next is due
         self.start(0)
 
     def start(self, samples: int) -> None:
@@ -34,8 +39,12 @@ class Health:
         self._steps += 1
         if self._gpu:
             every, sampler = self._run.config.check_every, self._run.sampler
-            looks = bool(every) and (step + 1) % every == 0
+            looks = bool(every) and (step + 1) % every == 0 and self.due()
             self._clock.on = looks or step % sampler.steps == sampler.full_steps - 1
+
+    def due(self) -> bool:
+        """Whether it is time to look, at a step where workers meet."""
+        return self._steps * self._step_s >= LOOK_S
 
     def look(self, timed: Sequence[Timed], samples: int) -> dict[str, Any] | None:
         """What became of the steps since the last look; None where none was timed. Every worker reaches this, with the same
@@ -53,9 +62,11 @@ class Health:
             "parts_s": fill_up(found.means(), step_s),
             "slowest": slowest,
             "lag_s": lag_s,
+            "uneven": bool(self._run.sampler.parts % self._run.world.size),
             "memory_bytes": int(found.memory_bytes.max()),
             "gradient_bytes": self._gradient_bytes,
         }
+        self._step_s = float(found.step_s.mean())
         self.start(samples)
         return row
 
@@ -79,7 +90,8 @@ def describe(row: Mapping[str, Any], unit: str) -> str:
     if "input" in troubles:
         text += "; input-bound: more --loader-workers, or data that fits the device (--loader resident)"
     if "straggler" in troubles:
-        text += f"; worker {row['slowest']} is slowest, {1e3 * row['lag_s']:.1f} ms behind: look at its machine"
+        why = "it has more parts than others" if row["uneven"] else "look at its machine"
+        text += f"; worker {row['slowest']} is slowest, {1e3 * row['lag_s']:.1f} ms behind: {why}"
     if "communication" in troubles:
         text += "; communication-bound: larger parts (--global-batch), or a faster link"
     return f"{text}; {row['memory_bytes'] / 2**20:,.0f} MB a worker"

@@ -164,8 +164,9 @@ class _Fit:
                 continue  # in a few steps all parts are the same again: everything that looks at weights waits for that
             if self.check_due:
                 self.check_due = False
-                run.step.clock.end()
-                self._look(epoch, int(bounds[progress.step - first]), begin)
+                if self.health.due() or (self.profile is not None and progress.step == self.profile.steps.stop):
+                    run.step.clock.end()
+                    self._look(epoch, int(bounds[progress.step - first]), begin)
                 check_agreement(dict(run.step.model.named_parameters()), run.world, f"after step {progress.step}")
             if self.save_wished or self.stop_wished:
                 self._tell(meter.flush(), epoch, begin, first + steps)

@@ -212,7 +212,7 @@ class Printer:
 
     def timeline(self, timeline: Row) -> None:
         about = timeline["paceline"]
-        self._line(f"timeline of steps {about['steps'][0] + 1} to {about['steps'][-1] + 1}: {self._record}/timeline.json")
+        self._line(f"timeline of steps {about['steps'][0]} to {about['steps'][-1]}: {self._record}/timeline.json")
         for line in describe_buckets(about["buckets"]):
             self._line(line)
 

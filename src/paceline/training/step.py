@@ -87,7 +87,7 @@ class Step:
         self.ema = Ema(model, config.ema) if config.ema else None
         self.local = Local(self, parts, groups) if config.local_steps else None
         averaged = self._reducer is None and world.size > 1
-        self.clock = Clock(world, self._carrier.parameters() if averaged else ())
+        self.clock = Clock(world, self._carrier.parameters() if averaged else (), config.profile)
         if averaged and (noise is not None or config.profile):
             cast(DistributedDataParallel, self._wrapped).register_comm_hook(dist.group.WORLD, self._look_and_average)
         self._wish = torch.zeros(WISHES, device=world.device)

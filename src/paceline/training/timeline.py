@@ -139,7 +139,7 @@ def _describe_buckets(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _plain(timed: Timed, names: Mapping[Any, str]) -> dict[str, Any]:
-    """A step as JSON can say it; the parameter that carries metrics has no name of the model's."""
+    """A step as JSON can say it, counted from 1 as in the record; what carries metrics is no parameter of the model's."""
     buckets = [
         {
             "bytes": bucket["bytes"],
@@ -149,4 +149,4 @@ def _plain(timed: Timed, names: Mapping[Any, str]) -> dict[str, Any]:
         }
         for bucket in timed.buckets
     ]
-    return {"step": timed.step, "spans": timed.spans(), "ready": timed.ready, "buckets": buckets}
+    return {"step": timed.step + 1, "spans": timed.spans(), "ready": timed.ready, "buckets": buckets}

@@ -63,8 +63,12 @@ class Timed:
 class Clock:
     """Times the steps of one worker; `on` says whether it does so now."""
 
-    def __init__(self, world: World, parameters: Iterable[nn.Parameter] = ()) -> None:
-        """`parameters` are those whose gradients DDP averages, where it does: the last to come ends what hides that."""
+    def __init__(self, world: World, parameters: Iterable[nn.Parameter] = (), detailed: bool = False) -> None:
+        """`parameters` are those whose gradients DDP averages, where it does: the last to come ends what hides that.
+
+        In a CUDA graph every stamp costs each replay some 4 us. So unless `detailed`, a graph has those alone that tell
+        communication from the rest, and on one worker none: forward, backward and optimizer are then all compute.
+        """
         self._gpu = world.device.type == "cuda"
         self.on = not self._gpu
         """On a CPU a stamp costs 0.2 us, so every step is timed; on a GPU those that somebody is about to look at."""
@@ -73,6 +77,9 @@ class Clock:
         self._now: Timed | None = None
         self._done: deque[Timed] = deque(maxlen=_KEPT)
         self._recorded: Timed | None = None
+        self._recorded_phases = tuple(PHASES) if detailed else ("update",) if world.size > 1 else ()
+        self.before_replay = "other" if detailed else "backward"
+        """What a step enters when it replays a graph: up to the graph's first stamp."""
         self._world, self._offset_s = world, 0.0
         self._aligned = world.size == 1
         self._hooks: dict[int, Any] = {}
@@ -94,7 +101,8 @@ class Clock:
         """Whatever comes next belongs to this phase."""
         if self._gpu and torch.cuda.is_current_stream_capturing():
             self._recorded = self._recorded or Timed(-1)
-            self._recorded.laps.append((phase, self._stamp(recorded=True)))
+            if phase in self._recorded_phases:
+                self._recorded.laps.append((phase, self._stamp(recorded=True)))
         elif self._now is not None:
             self._now.laps.append((phase, self._stamp()))
 
@@ -179,7 +187,7 @@ class Clock:
                     self._hooks.pop(other).remove()
                 self._seen = {number}
             if self._gpu and torch.cuda.is_current_stream_capturing():
-                if self._recorded is not None:
+                if self._recorded is not None and self._recorded_phases:
                     self._recorded.ready = self._stamp(recorded=True)
             elif self._now is not None:
                 self._now.ready = self._stamp()

@@ -1,0 +1,48 @@
+"""What is said of a run's health, and when."""
+
+from typing import Any
+
+import pytest
+
+from paceline.training.health import describe, judge
+from paceline.training.observers import Printer
+
+PARTS = {"input": 0.0, "compute": 8.0, "communication": 0.5, "waiting": 0.5, "optimizer": 0.5, "other": 0.5}
+
+
+def _row(slowest: int | None = None, lag_s: float = 0.0, **parts: float) -> dict[str, Any]:
+    found = {**PARTS, **parts}
+    about = {"samples_per_s": 8010.4, "step_s": sum(found.values()), "memory_bytes": 400 * 2**20}
+    return {**about, "parts_s": found, "slowest": slowest, "lag_s": lag_s, "uneven": False}
+
+
+@pytest.mark.parametrize(
+    ("row", "troubles"),
+    [
+        (_row(), ()),
+        (_row(input=2.6), ("input",)),
+        (_row(input=2.4), ()),
+        (_row(slowest=1, lag_s=1.1), ("straggler",)),
+        (_row(slowest=1, lag_s=0.9), ()),
+        (_row(communication=4.5), ("communication",)),
+        (_row(communication=8.0, input=5.0), ("input", "communication")),
+    ],
+)
+def test_verdicts(row: dict[str, Any], troubles: tuple[str, ...]) -> None:
+    assert judge(row) == troubles
+
+
+def test_the_line() -> None:
+    parts = "80% compute, 5% communication, 5% waiting, 5% optimizer, 5% other"
+    assert describe(_row(), "images") == f"8,010 images/s; a step of 10000.0 ms is {parts}; 400 MB a worker"
+    assert "worker 3 is slowest, 2000.0 ms behind" in describe(_row(slowest=3, lag_s=2.0), "images")
+    assert "it has more parts than others" in describe({**_row(slowest=3, lag_s=2.0), "uneven": True}, "images")
+    assert "input-bound" in describe(_row(input=9.0), "images")
+    assert "communication-bound" in describe(_row(communication=9.0), "images")
+
+
+def test_the_first_look_is_told_and_then_what_lasts(capsys: pytest.CaptureFixture[str]) -> None:
+    printer, slow = Printer("images", terminal=False), _row(input=9.0)
+    for row, told in [(_row(), 1), (slow, 0), (_row(), 0), (slow, 0), (slow, 1), (slow, 0), (_row(), 0), (_row(), 1)]:
+        printer.health(row)
+        assert capsys.readouterr().out.count("health: ") == told
