@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from paceline import __version__
 from paceline.config import add_flags, check_options
@@ -27,6 +27,8 @@ _EXAMPLES = """examples:
   paceline study my_study.toml
   paceline rehearse fashion-mnist --workers 64
   paceline scale fashion-mnist --workers 1,2,4
+  paceline report runs/demo
+  paceline plan runs/my-scale --cluster list
   paceline data fetch fashion-mnist
   paceline doctor
 """
@@ -85,6 +87,18 @@ def _verb(args: argparse.Namespace) -> int:
         from paceline.measure.scale import scale_verb
 
         return scale_verb(options)
+    if verb in ("report", "board"):
+        return _show(verb, options)
+    if verb == "plan":
+        from paceline.plan.plan import plan_verb
+
+        return plan_verb(**options)
+    if verb == "advise":
+        from paceline.measure.probe import find_or_train
+        from paceline.plan.advise import advise_verb
+
+        target, cluster, speed, recipe = (options.pop(name) for name in ("target", "cluster", "speed", "recipe"))
+        return advise_verb(str(find_or_train(target, options, recipe)), cluster, speed, options.get("runs_dir", "runs"))
     if verb == "data":
         from paceline.data import verb as data
 
@@ -95,6 +109,16 @@ def _verb(args: argparse.Namespace) -> int:
     from paceline.measure.doctor import doctor
 
     return doctor()
+
+
+def _show(verb: str, options: dict[str, Any]) -> int:
+    if verb == "report":
+        from paceline.report.page import report_verb
+
+        return report_verb(options.pop("records"), **options)
+    from paceline.report.board import board_verb
+
+    return board_verb(**options)
 
 
 def _explain(error: Exception) -> int:
@@ -145,6 +169,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     about = {
         "train": "Train a task on any number of workers.",
         "scale": "Images/s on 1, 2, 4 ... workers, against linear, and where the rest went.",
+        "report": "One self-contained HTML page about records, studies and scalings.",
+        "board": "The same page live: runs listed, compared, and drawn while they train.",
+        "plan": "Predict images/s, time and cost on 1 to 4096 workers of a cluster, from a record.",
+        "advise": "How many workers are worth it, from the gradients' noise.",
         "rehearse": "What N workers would do to accuracy, measured on the one that is here.",
         "study": "Train arms x seeds from a TOML file; a table with spreads and verdicts.",
         "data": "List, fetch or verify the built-in data sets.",
@@ -162,6 +190,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         _add_rehearse(parsers["rehearse"])
     if wanted == "scale":
         _add_scale(parsers["scale"])
+    if wanted == "advise":
+        _add_advise(parsers["advise"])
+    _add_pages(parsers["report"], parsers["board"])
+    _add_plan(parsers["plan"])
     _add_study(parsers["study"])
     parsers["data"].add_argument("action", choices=("list", "fetch", "verify"))
     parsers["data"].add_argument("name", nargs="?", default="fashion-mnist")
@@ -216,6 +248,44 @@ def _add_scale(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--windows", default=7, type=int, metavar="N", help="windows to measure at each number of workers [7]")
     parser.add_argument("--window-s", default=1.0, type=float, metavar="S", help="seconds a window takes [1]")
+    add_flags(parser)
+
+
+def _add_pages(report: argparse.ArgumentParser, board: argparse.ArgumentParser) -> None:
+    report.add_argument("records", nargs="*", metavar="RECORD", help="records, studies or result files [the newest record]")
+    report.add_argument("--out", default="", metavar="FILE", help="the page to write [report.html in the record]")
+    report.add_argument(
+        "--runs-dir", default="runs", metavar="DIR", help="folder that names of records are looked for in [runs]"
+    )
+    board.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="folder of records [runs]")
+    board.add_argument("--host", default="127.0.0.1", help="address to listen at; any but this machine's asks for a token")
+    board.add_argument("--port", default=8420, type=int, help="port to listen at, 0 for a free one [8420]")
+    board.add_argument("--open", action="store_true", dest="open_browser", help="open it in a browser")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("record", nargs="?", default="", metavar="RECORD", help="of paceline scale, or of a training run")
+    parser.add_argument(
+        "--cluster", required=True, metavar="NAME", help="a preset, a TOML file, `here`, or `list` to see what there is"
+    )
+    parser.add_argument("--mode", default="weak", help="weak: fixed samples a worker; strong: fixed global batch [weak]")
+    parser.add_argument("--workers", default="", metavar="1,2,8", help="numbers of workers [1, 2, 4 ... 4096]")
+    parser.add_argument("--samples", type=int, metavar="N", help="samples a worker and step in weak scaling [as measured]")
+    parser.add_argument("--target-steps", type=int, metavar="N", help="steps to the target at the record's global batch")
+    parser.add_argument("--noise", default="", metavar="N", help="noise scale in samples, or a record that measured it")
+    parser.add_argument("--price", type=float, metavar="N", help="of a worker for an hour")
+    parser.add_argument("--speed", default=1.0, type=float, help="how many times as fast as here a worker is there [1]")
+    parser.add_argument("--json", default="", metavar="FILE", help="also write everything as JSON")
+    parser.add_argument(
+        "--runs-dir", default="runs", metavar="DIR", help="folder that names of records are looked for in [runs]"
+    )
+
+
+def _add_advise(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="RECORD|TASK", help="a record with a noise scale; or a task, to train it a little")
+    parser.add_argument("--recipe", metavar="FILE", help="options from a TOML file or a packaged recipe; flags override them")
+    parser.add_argument("--cluster", default="", metavar="NAME", help="also predict speed there: a preset, a file or `here`")
+    parser.add_argument("--speed", default=1.0, type=float, help="how many times as fast as here a worker is there [1]")
     add_flags(parser)
 
 

@@ -1,0 +1,266 @@
+"""How far `paceline plan` is off: fitted on 1 and 2 workers, predicted for more, then measured.
+
+    python bench/plan.py [--cases loopback,1gbit,100mbit] [--counts 1,2,3,4] [--out bench/results/plan.json]
+    python bench/plan.py --table       # the committed result as Markdown, for docs/PLAN.md
+
+Tasks: nets on the built-in data, and `tasks/sleeper.py`, which sleeps where a device would compute:
+a stand-in for workers with a device each, so that the machine's few cores are not all that is measured. Three links: loopback,
+and, as root, network namespaces, one worker each, on a bridge whose cables `tc` shapes to 1 Gbit/s and 100 Mbit/s. Every count
+is measured by `paceline scale`. Predictions are made twice: *fitted*, from the record cut down to 1 and 2 workers (`--cluster
+here`), and, for shaped links, *from the file*: 1 and 2 workers on loopback, and a cluster that only knows the cable's nominal
+rate. All namespaces share the machine's cores, and predictions are told so.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from measurement import write
+from paceline.plan.cluster import Cluster, Range, Wire, from_fit
+from paceline.plan.draws import bars, draw
+from paceline.plan.links import fit_link
+from paceline.plan.measured import Measured, read_measured
+from paceline.plan.model import make_model
+
+BENCH = Path(__file__).resolve().parent
+RESULTS = BENCH / "results" / "plan.json"
+FIT_ON = 2  # workers at most that a fit may see
+TCP_SHARE = Range(typical=0.92, low=0.8, high=0.949)  # of the nominal rate, as in the preset gigabit-lab
+TCP_LATENCY_S = Range(typical=150e-6, low=100e-6, high=225e-6)
+TASKS = {
+    "cnn": ["fashion-mnist-mini", "--model", "cnn"],
+    "resnet": ["fashion-mnist-mini", "--model", "resnet:depth=8"],
+    "mlp": ["fashion-mnist-mini", "--model", "mlp:width=1024"],
+    "sleeper": [str(BENCH / "tasks" / "sleeper.py")],
+}
+BURSTS = {"loopback": "", "1gbit": "128kb", "100mbit": "32kb"}
+"""What tc lets pass unshaped. With 64 kB it carries half of 1 Gbit/s, so the net's gradient of 118 kB slips through there."""
+
+BYTES_PER_S = {"1gbit": 1e9 / 8, "100mbit": 1e8 / 8}
+WORDS = {"loopback": "loopback", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
+
+
+def main() -> None:
+    """Measure, predict, print and write the result."""
+    args = parse()
+    if args.table:
+        print(table(json.loads(Path(args.out).read_text())))
+        return
+    counts, tasks, links = [int(each) for each in args.counts.split(",")], args.tasks.split(","), args.cases.split(",")
+    runs = Path(args.keep or tempfile.mkdtemp(prefix="paceline-plan-"))
+    try:
+        for task in tasks:
+            for link in links:
+                measure(runs, task, link, counts, args)
+        result = {
+            "what": "samples/s predicted from 1 and 2 workers against measured ones; error = predicted / measured - 1",
+            "n": f"{args.windows} windows of {args.window_s:g} s a count, medians",
+            "cases": [case for task in tasks for link in links for case in judge(runs, task, link)],
+        }
+    finally:
+        if not args.keep:
+            shutil.rmtree(runs, ignore_errors=True)
+    print(table(result))
+    write(args.out, result)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default="cnn,sleeper", help=f"of {', '.join(TASKS)}")
+    parser.add_argument("--cases", default=",".join(BURSTS), help="links to measure; all but loopback need root")
+    parser.add_argument("--counts", default="1,2,3,4")
+    parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--window-s", type=float, default=2.0)
+    parser.add_argument("--keep", default="", metavar="DIR", help="keep the records here; those there are not measured again")
+    parser.add_argument("--out", default=str(RESULTS))
+    parser.add_argument("--table", action="store_true", help="measure nothing: the result as Markdown")
+    return parser.parse_args(argv)
+
+
+def measure(runs: Path, task: str, link: str, counts: Sequence[int], args: argparse.Namespace) -> None:
+    """A record with all counts of a task on a link."""
+    if (runs / f"{task}-{link}" / "scale.json").exists():
+        return
+    flags = [*TASKS[task], "--name", f"{task}-{link}", "--runs-dir", str(runs)]
+    flags += ["--windows", str(args.windows), "--window-s", str(args.window_s)]
+    print(f"{task} on {WORDS[link]}", flush=True)
+    if link == "loopback":
+        start([[*PACELINE, *flags, "--workers", ",".join(map(str, counts))]])
+        return
+    with nodes_on_a_bridge(max(counts), link, BURSTS[link]) as nodes:
+        for count in counts:
+            common = [*PACELINE, *flags, "--workers", "1"]
+            if count > 1:
+                common += ["--nodes", str(count), "--rendezvous", f"{nodes[0].address}:{21600 + count}"]
+            start([nodes[i].command(*common, *(["--node-id", str(i)] if count > 1 else [])) for i in range(count)])
+
+
+PACELINE = [sys.executable, "-m", "paceline", "scale"]
+
+
+def start(commands: Sequence[Sequence[str]], timeout_s: float = 900) -> None:
+    """Run these commands at once, to their end; one thread a worker, however many workers there are."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = [subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) for command in commands]
+    end = time.monotonic() + timeout_s
+    try:
+        codes = [process.wait(timeout=max(1.0, end - time.monotonic())) for process in started]
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    if any(codes):
+        raise SystemExit(f"exit codes {codes}: {' '.join(commands[0])}")
+
+
+def judge(runs: Path, task: str, link: str) -> list[dict[str, Any]]:
+    """Predictions of one record against its measurements."""
+    record = runs / f"{task}-{link}"
+    whole = read_measured(record)
+    cores = whole.cores if task != "sleeper" else None
+    fitted = read_measured(cut(record, FIT_ON))
+    link_cores = whole.cores if link == "loopback" else None
+    fit = fit_link(fitted.links, [bucket.bytes for bucket in fitted.buckets])
+    here = replace(from_fit(fit, workers_per_node=None, cores=cores, trees=False), link_cores=link_cores)
+    cases = [compare(fitted, here, whole, {"task": task, "link": link, "how": "fitted", "known": FIT_ON})]
+    if link != "loopback" and (runs / f"{task}-loopback").exists():
+        unshaped = read_measured(cut(runs / f"{task}-loopback", FIT_ON))
+        nominal = from_file(BYTES_PER_S[link], cores)
+        cases.append(compare(unshaped, nominal, whole, {"task": task, "link": link, "how": "from the file", "known": 1}))
+    return cases
+
+
+def cut(record: Path, most: int) -> Path:
+    """The record with counts of so many workers at most, as if no more had been measured."""
+    found = json.loads((record / "scale.json").read_text())
+    for name in ("counts", "links"):
+        found[name] = [each for each in found[name] if each["workers"] <= most]
+    folder = record.with_name(f"{record.name}-first-{most}")
+    folder.mkdir(exist_ok=True)
+    (folder / "scale.json").write_text(json.dumps(found))
+    return folder
+
+
+def from_file(bytes_per_s: float, cores: int | None) -> Cluster:
+    """What a file would say that knows the cables' rate alone; all workers share one machine's cores."""
+    rate = Range(**{name: share * bytes_per_s for name, share in asdict(TCP_SHARE).items()})
+    wire = Wire(latency_s=TCP_LATENCY_S, bytes_per_s=rate)
+    return Cluster(name="nominal", workers_per_node=1 << 30, cores_per_node=cores, trees=False, intra=wire)
+
+
+def compare(basis: Measured, cluster: Cluster, whole: Measured, about: dict[str, Any]) -> dict[str, Any]:
+    """Each count that was not known on this link: predicted, measured, error."""
+    model = make_model(basis, cluster, draw(basis, cluster, None))
+    rows = []
+    for point in whole.points:
+        if point.workers <= about["known"]:
+            continue
+        step = model.step(point.workers)
+        predicted, low, high = bars(step.samples_per_s)
+        parts = {name: round(float(part[0]), 6) for name, part in step.parts_s.items()}
+        rows.append(
+            {
+                "workers": point.workers,
+                "predicted": round(predicted, 2),
+                "low": round(low, 2),
+                "high": round(high, 2),
+                "measured": round(point.samples_per_s, 2),
+                "measured_spread": round(point.spread, 4),
+                "error": round(predicted / point.samples_per_s - 1, 4),
+                "predicted_parts_s": parts,
+                "measured_parts_s": {name: round(part, 6) for name, part in point.parts_s.items()},
+            }
+        )
+    factor = None if model.interference is None else round(float(model.interference[0]), 4)
+    wire = cluster.intra
+    assert wire is not None
+    link = {"latency_us": wire.latency_s.typical * 1e6, "bandwidth_GBps": wire.bytes_per_s.typical / 1e9}
+    return {**about, "assumed_link": link, "interference": factor, "rows": rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown, for docs/PLAN.md."""
+    heads = ("task", "link", "predicted from", "workers", "predicted (low to high)", "measured", "error")
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for case in result["cases"]:
+        basis = "1 and 2 workers on it" if case["how"] == "fitted" else "1 and 2 workers on loopback, the nominal rate"
+        for row in case["rows"]:
+            predicted = f"{row['predicted']:,.0f} ({row['low']:,.0f} to {row['high']:,.0f})"
+            cells = [case["task"], WORDS[case["link"]], basis, str(row["workers"]), predicted, f"{row['measured']:,.0f}"]
+            lines.append(f"| {' | '.join(cells)} | {row['error']:+.1%} |")
+    return "\n".join([*lines, "", summary(result)])
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The errors in a sentence."""
+    rows = [row for case in result["cases"] for row in case["rows"]]
+    errors = [abs(row["error"]) for row in rows]
+    held = sum(row["low"] <= row["measured"] <= row["high"] for row in rows)
+    within = sum(error <= 0.1 for error in errors)
+    return (
+        f"Of {len(errors)} predictions {within} are within 10%; the median error is {statistics.median(errors):.1%}, the"
+        f" largest {max(errors):.1%}; {held} measurements lie between low and high."
+    )
+
+
+@dataclass(frozen=True)
+class Node:
+    """A network namespace."""
+
+    name: str
+    address: str
+
+    def command(self, *command: str) -> list[str]:
+        """The command, run on this node."""
+        return ["ip", "netns", "exec", self.name, *command]
+
+
+@contextmanager
+def nodes_on_a_bridge(count: int, rate: str, burst: str) -> Iterator[list[Node]]:
+    """So many namespaces on a bridge in a namespace of its own, each cable shaped at both ends; gone at the end."""
+    missing = (["root"] if os.geteuid() else []) + [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise SystemExit(f"shaped links need {' and '.join(missing)}: leave them out with --cases loopback")
+    hub = f"pl-hub-{os.getpid()}"
+    nodes = [Node(f"pl-{os.getpid()}-{i}", f"192.168.78.{i + 1}") for i in range(count)]
+    try:
+        for name in (hub, *(node.name for node in nodes)):
+            _do("ip", "netns", "add", name)
+            _do("ip", "-n", name, "link", "set", "lo", "up")
+        _do("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
+        _do("ip", "-n", hub, "link", "set", "bridge", "up")
+        for i, node in enumerate(nodes):
+            _do("ip", "link", "add", "cable", "netns", node.name, "type", "veth", "peer", "name", f"port{i}", "netns", hub)
+            _do("ip", "-n", node.name, "address", "add", f"{node.address}/24", "dev", "cable")
+            _do("ip", "-n", hub, "link", "set", f"port{i}", "master", "bridge")
+            for where, end in ((node.name, "cable"), (hub, f"port{i}")):
+                _do("ip", "-n", where, "link", "set", end, "up")
+                shape = ["tbf", "rate", rate, "burst", burst, "latency", "50ms"]
+                _do("tc", "-n", where, "qdisc", "add", "dev", end, "root", *shape)
+        yield nodes
+    finally:
+        for name in (hub, *(node.name for node in nodes)):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def _do(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+if __name__ == "__main__":
+    main()

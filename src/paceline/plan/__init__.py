@@ -1,0 +1,1 @@
+"""Predict speed, time and cost on other machines from records; nothing here imports torch."""

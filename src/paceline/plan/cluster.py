@@ -1,0 +1,252 @@
+"""A cluster as `paceline plan` sees it: nodes, workers a node, two links, a price; from TOML, or measured here.
+
+    name = "example"                     # what tables call it
+    about = "8 GPUs a node, 400 Gb/s"    # one line
+    source = "https://... (date)"        # where the figures are from
+    unverified = "..."                   # which of them are from memory or guessed, if any
+    workers_per_node = 8
+    cores_per_node = 96                  # CPU workers only: more workers than cores slow each other down
+    link_cores = 96                      # cores that carry `intra`, where it is the node's own memory (gloo on one node)
+    trees = true                         # all-reduces may go by trees (NCCL); false: rings alone (gloo)
+    intra = {latency_us = 1.9, bandwidth_GBps = 450, efficiency = {typical = 0.8, low = 0.7, high = 1.0}}
+    inter = {latency_us = 8.5, bandwidth_GBps = 400}      # of a whole node, one direction
+    efficiency = {typical = 0.8, low = 0.6, high = 0.95}  # share of the line rate that all-reduces reach
+    price = {per_worker_hour = 6.88, currency = "USD", source = "https://...", date = "2026-11-09"}
+
+Bandwidths are one direction's, in gigabytes (1e9) a second: a GPU with "900 GB/s NVLink" sends 450. One worker a node needs no
+`intra`, a single node no `inter`. Figures without a stated spread are taken to be right within `LOOSE` either way.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError, unknown
+from paceline.plan.links import Fit
+from paceline.toml import read_toml
+
+LOOSE = 1.5
+"""The factor, either way, within which a latency is taken to be right."""
+
+HERE = "here"
+"""The name of the machine a record was measured on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """A figure and where it may lie."""
+
+    typical: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """One kind of link, with what is not known about it."""
+
+    latency_s: Range
+    bytes_per_s: Range
+    level: float = 0.0
+    """How well a fit knows how long all-reduces take on the whole: its residual over the root of its timings; 0: no fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What a worker costs an hour."""
+
+    per_worker_hour: float
+    currency: str = "USD"
+    source: str = ""
+    date: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Where the workers would run."""
+
+    name: str
+    about: str = ""
+    source: str = ""
+    unverified: str = ""
+    workers_per_node: int
+    cores_per_node: int | None = None
+    trees: bool = True
+    intra: Wire | None = None
+    inter: Wire | None = None
+    price: Price | None = None
+    link_cores: int | None = None
+    """The cores that carry the link within a node, where it is the node's own memory: more workers than those slow it down."""
+    here: bool = False
+    """Whether this is the machine the record was measured on, so that what was measured on it holds."""
+
+    def nodes(self, workers: int) -> int:
+        """How many nodes so many workers fill."""
+        return math.ceil(workers / self.workers_per_node)
+
+    def most_workers(self) -> int | None:
+        """The most workers there can be: a single node has no network."""
+        return self.workers_per_node if self.inter is None else None
+
+
+def find_cluster(name: str) -> Cluster:
+    """The cluster in a TOML file, or the preset of that name."""
+    path = Path(name)
+    if path.name == name and not path.suffix and not path.exists():
+        packaged = presets()
+        if name not in packaged:
+            error = unknown("cluster", name, [*packaged, HERE])
+            raise UsageError(f"{error} (--cluster list shows them all; a TOML file's name will do too)")
+        path = packaged[name]
+    return read_cluster(path)
+
+
+def presets() -> dict[str, Path]:
+    """The clusters that come with Paceline, by name."""
+    return {file.stem: file for file in sorted((Path(__file__).parent / "clusters").glob("*.toml"))}
+
+
+def list_presets() -> str:
+    """The presets as a table."""
+    found = {name: read_cluster(path) for name, path in presets().items()}
+    width = max(len(name) for name in [*found, HERE])
+    lines = [f"{name:<{width}}  {cluster.about}" for name, cluster in found.items()]
+    return "\n".join([*lines, f"{HERE:<{width}}  the machine the record was measured on (needs a record of paceline scale)"])
+
+
+def read_cluster(path: Path) -> Cluster:
+    """A cluster from its TOML; a UsageError of one line where something is wrong with it."""
+    what = f"cluster {path.stem if path.parent.name == 'clusters' else path}"
+    found = read_toml(path, what)
+    _check_keys(found, _KEYS, what)
+    for needed in ("name", "workers_per_node"):
+        if needed not in found:
+            raise UsageError(f"{what} has no {needed}: add it")
+    workers = _number(found, "workers_per_node", what, whole=True)
+    default = _range(found.get("efficiency", 1.0), f"{what}: efficiency")
+    wires = {name: _wire(found[name], default, f"{what}: {name}") for name in ("intra", "inter") if name in found}
+    if not wires or (workers > 1 and "intra" not in wires):
+        missing = "intra, the link within a node" if workers > 1 else "inter, the network between nodes"
+        raise UsageError(f"{what} has no {missing}: add its latency_us and bandwidth_GBps")
+    price = found.get("price")
+    return Cluster(
+        name=_text(found, "name", what),
+        about=_text(found, "about", what),
+        source=_text(found, "source", what),
+        unverified=_text(found, "unverified", what),
+        workers_per_node=int(workers),
+        cores_per_node=_count(found, "cores_per_node", what),
+        link_cores=_count(found, "link_cores", what),
+        trees=_flag(found, "trees", what, default=True),
+        price=None if price is None else _price(price, f"{what}: price"),
+        intra=wires.get("intra"),
+        inter=wires.get("inter"),
+    )
+
+
+def from_fit(fit: Fit, *, workers_per_node: int | None, cores: int | None, trees: bool) -> Cluster:
+    """The machine a record was measured on, with its link as fitted.
+
+    `workers_per_node` None: all workers on one node, however many; otherwise the fitted link joins nodes.
+    """
+    wire = Wire(
+        latency_s=_around(fit.latency_s, fit.latency_spread),
+        bytes_per_s=_around(min(fit.bytes_per_s, 1e15), fit.bandwidth_spread),
+        level=fit.residual / math.sqrt(fit.timings),
+    )
+    return Cluster(
+        name=HERE,
+        about="the machine as measured",
+        source=f"fitted to {fit.timings} all-reduces of the record, which it meets within {fit.residual:.0%}",
+        workers_per_node=workers_per_node or 1 << 30,
+        cores_per_node=cores,
+        trees=trees,
+        intra=wire if workers_per_node is None else None,
+        inter=wire if workers_per_node is not None else None,
+        link_cores=cores if workers_per_node is None else None,
+        here=True,
+    )
+
+
+_KEYS = {
+    *("name", "about", "source", "unverified", "workers_per_node", "cores_per_node", "link_cores", "trees"),
+    *("intra", "inter", "efficiency", "price"),
+}
+_WIRE_KEYS = {"latency_us", "bandwidth_GBps", "efficiency"}
+
+
+def _check_keys(found: Any, known: set[str], what: str) -> None:
+    if not isinstance(found, Mapping):
+        raise UsageError(f"{what} is {found!r}: it must be a table with {', '.join(sorted(known))}")
+    for key in found:
+        if key not in known:
+            raise UsageError(f"{what}: {unknown('key', key, known)}")
+
+
+def _wire(found: Any, default: Range, what: str) -> Wire:
+    _check_keys(found, _WIRE_KEYS, what)
+    for needed in ("latency_us", "bandwidth_GBps"):
+        if needed not in found:
+            raise UsageError(f"{what} has no {needed}: add it")
+    latency = _number(found, "latency_us", what) * 1e-6
+    rate = _number(found, "bandwidth_GBps", what) * 1e9
+    share = _range(found["efficiency"], f"{what}: efficiency") if "efficiency" in found else default
+    return Wire(
+        latency_s=Range(typical=latency, low=latency / LOOSE, high=latency * LOOSE),
+        bytes_per_s=Range(typical=rate * share.typical, low=rate * share.low, high=rate * share.high),
+    )
+
+
+def _range(found: Any, what: str) -> Range:
+    if isinstance(found, int | float):
+        found = {"typical": found}
+    _check_keys(found, {"typical", "low", "high"}, what)
+    if "typical" not in found:
+        raise UsageError(f"{what} has no typical: add it")
+    typical = _number(found, "typical", what)
+    low, high = (_number(found, key, what) if key in found else typical for key in ("low", "high"))
+    if not low <= typical <= high:
+        raise UsageError(f"{what} is {typical:g} between {low:g} and {high:g}: it must be low <= typical <= high")
+    return Range(typical=typical, low=low, high=high)
+
+
+def _price(found: Any, what: str) -> Price:
+    _check_keys(found, {field.name for field in dataclasses.fields(Price)}, what)
+    if "per_worker_hour" not in found:
+        raise UsageError(f"{what} has no per_worker_hour: add it")
+    texts = {key: str(found[key]) for key in ("currency", "source", "date") if key in found}
+    return Price(per_worker_hour=_number(found, "per_worker_hour", what), **texts)
+
+
+def _number(found: Mapping[str, Any], key: str, what: str, *, whole: bool = False) -> float:
+    value = found[key]
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < math.inf:
+        raise UsageError(f"{what}: {key} is {value!r}: it must be a {'whole number' if whole else 'number'} above 0")
+    return float(value)
+
+
+def _count(found: Mapping[str, Any], key: str, what: str) -> int | None:
+    return int(_number(found, key, what, whole=True)) if key in found else None
+
+
+def _flag(found: Mapping[str, Any], key: str, what: str, *, default: bool) -> bool:
+    value = found.get(key, default)
+    if not isinstance(value, bool):
+        raise UsageError(f"{what}: {key} is {value!r}: it must be true or false")
+    return value
+
+
+def _text(found: Mapping[str, Any], key: str, what: str) -> str:
+    value = found.get(key, "")
+    if not isinstance(value, str):
+        raise UsageError(f"{what}: {key} is {value!r}: it must be text in quotes")
+    return value
+
+
+def _around(value: float, spread: float) -> Range:
+    """A fitted value with 90% of a normal of this relative standard error, never below a tenth of it."""
+    off = min(0.9, 1.645 * spread)
+    return Range(typical=value, low=value * (1 - off), high=value * (1 + off))

@@ -1,0 +1,134 @@
+"""How long an all-reduce takes, and a link's latency and bandwidth fitted to all-reduces that were timed.
+
+With n workers, `bytes` of gradients, latency a a message and bandwidth w in each direction:
+
+    ring   2 (n - 1) a  +  2 (n - 1) / n  bytes / w          (Patarasuk and Yuan 2009, J. Parallel Distrib. Comput. 69)
+    tree   2 log2(n) a  +  2 bytes / w                       (double binary trees: Sanders et al. 2009; NCCL since 2.4)
+
+A ring moves the fewest bytes; its latency grows with n, a tree's with log2(n). NCCL estimates both like this and takes the
+faster (src/graph/tuning.cc), and so does `all_reduce_s` where a cluster has trees; gloo has the ring alone. Several nodes of g
+workers go in three phases, as NCCL's own algorithms do: each node's workers add up shares of the gradients over their fast link
+(reduce-scatter, half a ring), the m nodes reduce over the network, which a node's workers share, and the shares are gathered:
+
+    2 (g - 1) a_in + 2 (g - 1) / g bytes / w_in  +  ring or tree over m nodes with a_out, w_out
+
+Numbers are numpy arrays with one value a draw (`draws.py`), so that one call gives a prediction and its error bars.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A link as all-reduces find it; one value a draw."""
+
+    latency_s: Array
+    bytes_per_s: Array
+    """In one direction, after protocol overheads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """An all-reduce that was timed by itself."""
+
+    workers: int
+    bytes: int
+    s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A link's latency and bandwidth as timings have them."""
+
+    latency_s: float
+    s_per_byte: float
+    latency_spread: float
+    """Relative standard error of the latency."""
+    bandwidth_spread: float
+    residual: float
+    """How far the timings lie from the fit: root mean square of the difference of logarithms, weighted as in the fit."""
+    timings: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The bandwidth; infinite where no timing depended on its size."""
+        return 1 / self.s_per_byte if self.s_per_byte > 0 else math.inf
+
+
+def ring_s(link: Link, workers: int, size: float) -> Array:
+    """An all-reduce round a ring."""
+    if workers < 2:
+        return np.zeros_like(link.latency_s)
+    return 2 * (workers - 1) * link.latency_s + 2 * (workers - 1) / workers * size / link.bytes_per_s
+
+
+def tree_s(link: Link, workers: int, size: float) -> Array:
+    """An all-reduce up and down double binary trees."""
+    if workers < 2:
+        return np.zeros_like(link.latency_s)
+    return 2 * math.ceil(math.log2(workers)) * link.latency_s + 2 * size / link.bytes_per_s
+
+
+def faster_s(link: Link, workers: int, size: float, *, trees: bool) -> Array:
+    """A ring, or a tree where there are trees and it is faster."""
+    ring = ring_s(link, workers, size)
+    return np.minimum(ring, tree_s(link, workers, size)) if trees else ring
+
+
+def fit_link(timings: Sequence[Timing], near: Sequence[float] = ()) -> Fit:
+    """The latency and bandwidth at which a ring comes nearest to the timings, by least squares of the logarithms' differences.
+
+    Neither is below 0. Logarithms weigh 4 bytes in 200 us as much as 64 MB in a second: both ends are of use. But real links
+    are not straight lines: sizes `near` those that training averages count for more; a decade away, for a quarter. Each round
+    solves (predicted - timed) / sqrt(predicted timed), about the difference of logarithms, with the round before's predictions.
+    """
+    used = [each for each in timings if each.workers > 1 and each.s > 0 and each.bytes > 0]
+    if len(used) < 2 or len({each.bytes for each in used}) < 2:
+        raise ValueError("a fit needs all-reduces of two sizes at least")
+    rows = np.array([[2 * (t.workers - 1), 2 * (t.workers - 1) / t.workers * t.bytes] for t in used])
+    seconds = np.array([t.s for t in used])
+    weights = np.array([_weight(t.bytes, near) for t in used])
+    weights = np.sqrt(weights / weights.mean())
+    scale = seconds
+    for _ in range(_ROUNDS):
+        scaled = rows * (weights / scale)[:, None]
+        found = _not_negative(scaled, seconds * weights / scale)
+        scale = np.sqrt(rows @ found * seconds)
+    errors = weights * np.log(rows @ found / seconds)
+    residual = math.sqrt(float(np.mean(errors**2)))
+    noise = float(errors @ errors) / max(1, len(used) - 2)
+    spread = np.sqrt(noise * np.diag(np.linalg.pinv(scaled.T @ scaled)))
+    relative = [min(1.0, float(s / f)) if f > 0 else 0.0 for s, f in zip(spread, found, strict=True)]
+    return Fit(
+        latency_s=float(found[0]),
+        s_per_byte=float(found[1]),
+        latency_spread=relative[0],
+        bandwidth_spread=relative[1],
+        residual=residual,
+        timings=len(used),
+    )
+
+
+_ROUNDS = 50
+
+
+def _weight(size: float, near: Sequence[float]) -> float:
+    decades = min((abs(math.log10(size / each)) for each in near if each > 0), default=0.0)
+    return 1 / (1 + decades) ** 2
+
+
+def _not_negative(rows: Array, wanted: Array) -> Array:
+    """Two numbers, neither below 0, that bring each row's sum nearest to what is wanted."""
+    both = np.asarray(np.linalg.lstsq(rows, wanted, rcond=None)[0], dtype=np.float64)
+    if (both >= 0).all():
+        return both
+    alone = [float(column @ wanted / (column @ column)) for column in rows.T]
+    choices = [np.array([alone[0], 0.0]), np.array([0.0, alone[1]])]
+    return min(choices, key=lambda found: float(((rows @ found - wanted) ** 2).sum()))

@@ -1,0 +1,238 @@
+"""How long a step takes with P workers.
+
+    step(P) = input + compute + optimizer + other  +  exposed(P)  +  waiting(P)
+
+- **What a worker does by itself** is as measured. On the machine that was measured (`--cluster here`) it is interpolated
+  between the measured counts and constant beyond the last; elsewhere likewise, by workers a node. CPU workers that outnumber a
+  node's cores take turns: w workers on c cores are ceil(w / c) on the fullest core, for which all wait, since the system does
+  not move them within a step. What cores carry (gloo within a node) slows down by w / c. `speed` divides a worker's own time.
+- **Weak scaling** keeps the samples a worker, **strong scaling** the global batch. With other samples a worker than measured,
+  input is proportional to them, optimizer and other are fixed, compute is a line through the measured counts where those had
+  different samples a worker (its height at 0 is the floor), else proportional.
+- **exposed(P)**: DDP's buckets one after the other. Bucket i starts when its gradients are there (measured, as a fraction of
+  the backward pass) and the one before is done, and takes an all-reduce (`links.py`); exposed is what ends after the backward
+  pass (Li et al. 2020, arXiv:2006.15704, section 3.2).
+- On the machine that was measured, all-reduces share cores and memory with training: a factor on them is set so that the
+  exposed time of the largest count measured comes out as it was.
+- **waiting(P)** is E[max of P normals] times the deviation of a worker's compute (`lag.py`).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from paceline.plan.cluster import Cluster
+from paceline.plan.draws import Draws
+from paceline.plan.lag import expected_lag
+from paceline.plan.links import Array, faster_s
+from paceline.plan.measured import Measured, Point
+
+Mode = Literal["weak", "strong"]
+
+_OWN = ("input", "compute", "optimizer", "other")
+_CALIBRATED = (0.25, 20.0)
+"""How much faster or slower all-reduces may be in training than by themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A predicted step; one value a draw."""
+
+    workers: int
+    nodes: int
+    global_batch: float
+    parts_s: dict[str, Array]
+    reduce_s: Array
+    """All buckets' all-reduces, hidden or not."""
+    latency_s: Array
+    """What of that is latency."""
+
+    @property
+    def step_s(self) -> Array:
+        """The whole step."""
+        return _total(list(self.parts_s.values()))
+
+    @property
+    def samples_per_s(self) -> Array:
+        """Its speed."""
+        return self.global_batch / self.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A record on a cluster."""
+
+    measured: Measured
+    cluster: Cluster
+    draws: Draws
+    mode: Mode = "weak"
+    speed: float = 1.0
+    samples: float | None = None
+    """Samples a worker and step in weak scaling; None: as measured."""
+    interference: Array | None = None
+    """How much longer an all-reduce takes in training than by itself, one value a draw; None: no longer."""
+
+    def step(self, workers: int) -> Step:
+        """The step of so many workers."""
+        base = self.measured.base
+        batch = (self.samples or base.samples) * workers if self.mode == "weak" else float(base.global_batch)
+        on_node = min(workers, self.cluster.workers_per_node)
+        own = self._own(workers, on_node, batch / workers)
+        durations = [self._reduce(workers, on_node, bucket.bytes) for bucket in self.measured.buckets]
+        backward = own.pop("backward")
+        exposed = expose([bucket.ready for bucket in self.measured.buckets], durations, backward)
+        mean, worst = take_turns(on_node, self._slots())
+        waiting = (expected_lag(workers) * self._deviation() * self.draws.lag + worst / mean - 1) * own["compute"]
+        nothing = np.zeros_like(backward)
+        return Step(
+            workers=workers,
+            nodes=self.cluster.nodes(workers),
+            global_batch=batch,
+            parts_s={**own, "communication": exposed, "waiting": waiting},
+            reduce_s=_total([nothing, *(whole for whole, _ in durations)]),
+            latency_s=_total([nothing, *(latency for _, latency in durations)]),
+        )
+
+    def _own(self, workers: int, on_node: int, samples: float) -> dict[str, Array]:
+        """What a worker does by itself, and its backward pass."""
+        key = workers if self.cluster.here else on_node
+        as_measured = self.mode == "weak" and samples == self.measured.base.samples
+        found = self._at(key) if as_measured else self._at_samples(samples)
+        factor = self._crowding(on_node, key) / self.speed * self.draws.slowness
+        return {name: seconds * factor for name, seconds in found.items()}
+
+    def _at(self, key: int) -> dict[str, float]:
+        """Between the measured counts, by workers (here) or by workers a node (elsewhere)."""
+        points: dict[float, Point] = {}
+        for point in self.measured.alike():
+            points.setdefault(point.workers if self.cluster.here else point.workers / point.nodes, point)
+        keys = sorted(points)
+        at = {name: float(np.interp(key, keys, [points[k].parts_s[name] for k in keys])) for name in _OWN}
+        return {**at, "backward": float(np.interp(key, keys, [points[k].backward_s for k in keys]))}
+
+    def _at_samples(self, samples: float) -> dict[str, float]:
+        """With so many samples a worker."""
+        base = self.measured.base
+        points = [(point.samples, point.parts_s["compute"]) for point in self.measured.points]
+        compute = base.parts_s["compute"] * _line(points, samples) / _line(points, base.samples)
+        share = samples / base.samples
+        return {
+            "input": base.parts_s["input"] * share,
+            "compute": compute,
+            "optimizer": base.parts_s["optimizer"],
+            "other": base.parts_s["other"],
+            "backward": base.backward_s * compute / base.parts_s["compute"] if base.parts_s["compute"] else 0.0,
+        }
+
+    def _crowding(self, on_node: int, key: int) -> float:
+        """How much slower workers are for taking turns on a node's cores than they were when measured."""
+        if self.cluster.cores_per_node is None:
+            return 1.0
+        known = min(key, max(point.workers for point in self.measured.alike()))
+        return take_turns(on_node, self._slots())[0] / take_turns(known, self.measured.slots)[0]
+
+    def _slots(self) -> int | None:
+        """Workers of the cluster's nodes that run at once; None: all."""
+        cores = self.cluster.cores_per_node
+        return None if cores is None else max(1, cores // self.measured.threads)
+
+    def _deviation(self) -> float:
+        """The relative deviation of a worker's compute: what makes workers wait as they did, or, of one worker, as measured.
+
+        What workers waited is the better measure: what slows all of them at once makes none of them wait.
+        """
+        point = self.measured.points[-1]
+        if not point.parts_s["compute"]:
+            return 0.0
+        if point.workers < 2:
+            return point.compute_spread_s / point.parts_s["compute"]
+        mean, worst = take_turns(point.workers // point.nodes, self.measured.slots)
+        waited = point.parts_s["waiting"] / point.parts_s["compute"] - (worst / mean - 1)
+        return max(0.0, waited) / expected_lag(point.workers)
+
+    def _reduce(self, workers: int, on_node: int, size: float) -> tuple[Array, Array]:
+        """An all-reduce of so many bytes in training, and what of it is latency."""
+        factor = self.draws.reduce if self.interference is None else self.interference
+        if self.cluster.link_cores:
+            factor = factor * max(1.0, on_node / self.cluster.link_cores)
+        whole = all_reduce_s(self.cluster, self.draws, workers, size)
+        return whole * factor, all_reduce_s(self.cluster, self.draws, workers, 0.0) * factor
+
+
+def make_model(
+    measured: Measured, cluster: Cluster, draws: Draws, *, mode: Mode = "weak", speed: float = 1.0, samples: float | None = None
+) -> Model:
+    """A model; on the machine that was measured, with its all-reduces as slow in training as they were."""
+    model = Model(measured=measured, cluster=cluster, draws=draws, mode=mode, speed=speed, samples=samples)
+    point = measured.points[-1]
+    if not cluster.here or point.workers < 2 or not measured.buckets:
+        return model
+    return replace(model, interference=_interference(model, point))
+
+
+def all_reduce_s(cluster: Cluster, draws: Draws, workers: int, size: float) -> Array:
+    """An all-reduce by itself: over one node's link, or in the node, between nodes and in the node again."""
+    nodes, on_node = cluster.nodes(workers), min(workers, cluster.workers_per_node)
+    total = np.zeros_like(draws.slowness)
+    if on_node > 1 and draws.intra is not None:
+        trees = cluster.trees and nodes == 1
+        total = total + faster_s(draws.intra, on_node, size, trees=trees)
+    if nodes > 1 and draws.inter is not None:
+        total = total + faster_s(draws.inter, nodes, size, trees=cluster.trees)
+    return total
+
+
+def take_turns(workers: int, slots: int | None) -> tuple[float, float]:
+    """How many times as long workers take that share so many places: (mean over workers, the slowest)."""
+    if slots is None or workers <= slots:
+        return 1.0, 1.0
+    few, more = divmod(workers, slots)
+    return (more * (few + 1) ** 2 + (slots - more) * few**2) / workers, float(few + (more > 0))
+
+
+def expose(ready: list[float], durations: list[tuple[Array, Array]], backward_s: Array) -> Array:
+    """How long after the backward pass the last bucket is averaged."""
+    end = np.zeros_like(backward_s)
+    for share, (duration, _) in zip(ready, durations, strict=True):
+        end = np.maximum(end, share * backward_s) + duration
+    return np.maximum(0.0, end - backward_s)
+
+
+def _interference(model: Model, point: Point) -> Array | None:
+    """The factor on all-reduces at which this point's exposed time comes out as it was measured, by bisection.
+
+    Every draw of the link has a factor of its own, so that what was measured holds for all of them. None: all was hidden.
+    """
+    on_node = min(point.workers, model.cluster.workers_per_node)
+    alone = replace(model, interference=np.ones_like(model.draws.slowness))
+    by_itself = [alone._reduce(point.workers, on_node, bucket.bytes)[0] for bucket in model.measured.buckets]
+    ready = [bucket.ready for bucket in model.measured.buckets]
+    backward = point.backward_s * model.draws.slowness
+    target = point.parts_s["communication"] * model.draws.reduce
+    if target[0] <= 0:
+        return None
+    low, high = (np.full_like(backward, each) for each in _CALIBRATED)
+    for _ in range(60):
+        middle = (low + high) / 2
+        short = expose(ready, [(s * middle, s) for s in by_itself], backward) < target
+        low, high = np.where(short, middle, low), np.where(short, high, middle)
+    return (low + high) / 2
+
+
+def _total(values: list[Array]) -> Array:
+    return np.asarray(np.sum(values, axis=0), dtype=np.float64)
+
+
+def _line(points: list[tuple[float, float]], samples: float) -> float:
+    """Seconds at so many samples: the line nearest to the points, neither end of it below 0; proportional for one point."""
+    counts = np.array([count for count, _ in points])
+    seconds = np.array([second for _, second in points])
+    if np.ptp(counts) < 1e-9:
+        return float(seconds[0] * samples / counts[0])
+    slope, floor = (float(each) for each in np.polyfit(counts, seconds, 1))
+    if floor < 0:
+        slope, floor = float(counts @ seconds / (counts @ counts)), 0.0
+    elif slope < 0:
+        slope, floor = 0.0, float(seconds.mean())
+    return floor + slope * samples

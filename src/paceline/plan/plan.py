@@ -1,0 +1,280 @@
+"""`paceline plan RECORD --cluster NAME`: speed, time and cost with 1 to 4096 workers, predicted from what a record measured.
+
+    measured.py -> cluster.py -> draws.py -> model.py (a step of P workers) -> target.py (time, cost, returns) -> words.py
+
+`make_plan` does that and `plan_verb` prints it. Nothing here imports torch.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import RecordError, UsageError
+from paceline.plan.cluster import HERE, Cluster, find_cluster, from_fit, list_presets
+from paceline.plan.draws import bars, draw
+from paceline.plan.links import fit_link
+from paceline.plan.measured import Measured, read_measured
+from paceline.plan.model import Mode, Model, make_model
+from paceline.plan.noise import Noise, given_noise, read_noise
+from paceline.plan.target import Returns, doublings, find_returns, most_workers, price_of, steps_needed, time_s
+from paceline.plan.words import BARS, lay_out, money_words, number_words, range_words, returns_words, time_words
+from paceline.records import read_metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asks for; fields are flags."""
+
+    record: str = ""
+    """A record's folder, or its name in runs_dir."""
+    cluster: str
+    """A preset's name, a TOML file, `here` or `list`."""
+    mode: Mode = "weak"
+    workers: str = ""
+    """Counts, 1,2,8; empty: 1, 2, 4, ... 4096."""
+    target_steps: int | None = None
+    """Steps to the target at the record's global batch, instead of those of its run."""
+    noise: str = ""
+    """A noise scale in samples, or a record it was measured in."""
+    price: float | None = None
+    samples: int | None = None
+    """Samples a worker and step in weak scaling; None: as measured."""
+    speed: float = 1.0
+    """How many times as fast as the one measured a worker is there."""
+    json: str = ""
+    runs_dir: str = "runs"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("weak", "strong"):
+            raise UsageError(
+                f"--mode is {self.mode!r}: it must be weak (fixed samples a worker) or strong (fixed global batch)"
+            )
+        numbers = {"speed": self.speed, "price": self.price, "target-steps": self.target_steps, "samples": self.samples}
+        for name, value in numbers.items():
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError(f"--{name} is {value:g}: it must be a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A prediction, ready to be shown."""
+
+    request: Request
+    model: Model
+    noise: Noise | None
+    rows: tuple[dict[str, Any], ...]
+    returns: Returns
+
+
+def plan_verb(**flags: Any) -> int:
+    """What the command line calls, with its flags: predict, show the table and what it means."""
+    request = Request(**flags)
+    if request.cluster == "list":
+        print(list_presets())
+        return 0
+    if not request.record:
+        raise UsageError("plan needs a RECORD: the folder of a run, such as runs/NAME (--cluster list needs none)")
+    plan = make_plan(request)
+    print("\n".join([*introduce(plan), "", table(plan), "", *conclude(plan)]))
+    if request.json:
+        write_json(plan, Path(request.json))
+    return 0
+
+
+def make_plan(request: Request) -> Plan:
+    """Predict."""
+    measured = read_measured(find_record(request.record, request.runs_dir))
+    if request.target_steps and measured.run:
+        about = f"{request.target_steps:,} steps at a global batch of {measured.run.global_batch:,}"
+        measured = replace(measured, run=replace(measured.run, steps=request.target_steps, about=about))
+    noise = find_noise(request.noise, request.runs_dir) if request.noise else measured.noise
+    cluster = make_cluster(request.cluster, measured)
+    draws = draw(measured, cluster, noise)
+    model = make_model(measured, cluster, draws, mode=request.mode, speed=request.speed, samples=request.samples)
+    counts = parse_counts(request.workers, model)
+    price = price_of(cluster, request.price)
+    rows = tuple(make_row(model, workers, price) for workers in counts)
+    return Plan(request=request, model=model, noise=noise, rows=rows, returns=find_returns(model, measured.run, noise))
+
+
+def find_record(name: str, runs_dir: str) -> Path:
+    """A record by its folder or by its name."""
+    path = Path(name)
+    return path if path.exists() else next((p for p in [Path(runs_dir) / name] if p.exists()), path)
+
+
+def find_noise(text: str, runs_dir: str) -> Noise:
+    """A noise scale from `--noise`: a number of samples, or a record."""
+    try:
+        scale = float(text.replace(",", ""))
+    except ValueError:
+        return _noise_of(find_record(text, runs_dir))
+    if not 0 < scale < math.inf:
+        raise UsageError(f"--noise is {text}: it must be a number of samples above 0, or a record")
+    return given_noise(scale)
+
+
+def make_cluster(name: str, measured: Measured) -> Cluster:
+    """The cluster of this name; `here` is made from the record's own all-reduces."""
+    if name != HERE:
+        return find_cluster(name)
+    try:
+        fit = fit_link(measured.links, [bucket.bytes for bucket in measured.buckets])
+    except ValueError:
+        raise RecordError(
+            f"{measured.record} timed no all-reduces by themselves, so --cluster here is not known: measure with paceline scale"
+            f" {measured.task} --workers 1,2"
+        ) from None
+    largest = measured.points[-1]
+    apart = largest.workers // largest.nodes if largest.nodes > 1 else None
+    return from_fit(fit, workers_per_node=apart, cores=measured.cores, trees=measured.backend not in ("gloo", ""))
+
+
+def parse_counts(text: str, model: Model) -> list[int]:
+    """`--workers 1,2,8` as numbers; all doublings where it is empty."""
+    most = most_workers(model)
+    if not text:
+        return doublings(most)
+    try:
+        counts = sorted({int(each) for each in text.split(",")})
+    except ValueError:
+        counts = [0]
+    if counts[0] < 1:
+        raise UsageError(f"--workers is {text!r}: it must be counts above 0 such as 1,2,8")
+    limit = model.cluster.most_workers()
+    if limit and counts[-1] > limit:
+        raise UsageError(f"--workers asks for {counts[-1]}: {model.cluster.name} is one node of {limit}; give it an inter link")
+    batch = model.measured.base.global_batch
+    if model.mode == "strong" and counts[-1] > batch:
+        raise UsageError(f"--workers asks for {counts[-1]}: a fixed global batch of {batch} has no more samples to give")
+    return counts
+
+
+def make_row(model: Model, workers: int, price: tuple[float, str] | None) -> dict[str, Any]:
+    """All that is predicted for so many workers."""
+    step, one, run = model.step(workers), model.step(1), model.measured.run
+    speed = bars(step.samples_per_s)
+    efficiency = bars(step.samples_per_s / (workers * one.samples_per_s))
+    row: dict[str, Any] = {
+        "workers": workers,
+        "nodes": step.nodes,
+        "global_batch": round(step.global_batch),
+        **dict(zip(("samples_per_s", "low", "high"), speed, strict=True)),
+        **dict(zip(("efficiency", "efficiency_low", "efficiency_high"), efficiency, strict=True)),
+        "step_s": float(step.step_s[0]),
+        "parts_s": {name: float(part[0]) for name, part in step.parts_s.items()},
+        "reduce_s": float(step.reduce_s[0]),
+    }
+    if run is None:
+        return row
+    times = time_s(step, run, model.draws.noise)
+    row["steps"] = math.ceil(float(steps_needed(run, step.global_batch, model.draws.noise)[0]) - 1e-9)
+    row |= dict(zip(("time_s", "time_low_s", "time_high_s"), bars(times), strict=True))
+    if price:
+        each = price[0] * workers / 3600
+        row |= dict(zip(("cost", "cost_low", "cost_high"), bars(times * each), strict=True)) | {"currency": price[1]}
+    return row
+
+
+def introduce(plan: Plan) -> list[str]:
+    """What the prediction starts from and what it assumes."""
+    measured, cluster = plan.model.measured, plan.model.cluster
+    counts = " and ".join(str(point.workers) for point in measured.points)
+    lines = [
+        f"measured: {measured.task} with {counts} worker(s), {number_words(measured.base.samples)} {measured.unit} a worker and"
+        f" step, {measured.gradient_bytes:,} bytes of gradients in {len(measured.buckets)} bucket(s) ({measured.record})",
+        f"cluster: {cluster.name}, {cluster.about}{'; ' + cluster.source if cluster.here else ''}",
+    ]
+    if cluster.unverified or not (cluster.source or cluster.here):
+        lines.append(f"unverified: {cluster.unverified or 'all of it, its file names no source'}")
+    fixed = "fixed samples a worker" if plan.model.mode == "weak" else "fixed global batch"
+    speed = "as fast as" if plan.request.speed == 1 else f"{plan.request.speed:g} times as fast as"
+    lines.append(f"assumed: {plan.model.mode} scaling ({fixed}); a worker there is {speed} the one measured (--speed)")
+    fewer = plan.model.mode == "strong" or (plan.request.samples or measured.base.samples) != measured.base.samples
+    shared = fewer and len({round(point.samples) for point in measured.points}) == 1
+    more = ["compute is proportional to a worker's samples, optimizer and other are fixed"] if shared else []
+    if plan.request.samples and plan.model.mode == "weak":
+        more.append(f"{plan.request.samples:,} {measured.unit} a worker and step")
+    return [*lines, *(f"assumed: {each}" for each in (*measured.assumed, *more))]
+
+
+def table(plan: Plan) -> str:
+    """The prediction as a table in plain text."""
+    unit, timed, priced = plan.model.measured.unit, "time_s" in plan.rows[0], "cost" in plan.rows[0]
+    heads = ["workers", "nodes", "batch", f"{unit}/s", "low to high", "efficiency", "step ms", "exposed", "waiting"]
+    heads += (["steps", "time", "low to high"] if timed else []) + (["cost"] if priced else [])
+    return lay_out(heads, [_cells(row, timed, priced) for row in plan.rows])
+
+
+def conclude(plan: Plan) -> list[str]:
+    """What the table means: the time's meaning, where returns stop and why, what the bars are."""
+    run, noise, returns = plan.model.measured.run, plan.noise, plan.returns
+    lines = [returns_words(returns, plan.model.cluster, "time")]
+    if run is None:
+        lines.append("The record does not say how long a run is, so there is no time to a target: give --target-steps.")
+    elif noise is None and plan.model.mode == "weak":
+        lines.append(
+            f"Time is for the same epochs as {run.about}. What accuracy such batches reach is not known: paceline rehearse"
+            f" measures it, paceline advise the noise scale (--noise)."
+        )
+    elif noise is not None:
+        width = f" ({range_words(noise.low, noise.high)})" if noise.rows else ""
+        lines.append(
+            f"Time is to where {run.about} came to; steps follow from the noise scale of {number_words(noise.scale)}"
+            f" samples{width}, with a learning rate set well at each batch (paceline rehearse)."
+        )
+    else:
+        lines.append(f"Time is for {run.about}: a fixed global batch takes the same steps on any number of workers.")
+    if plan.model.interference is not None:
+        factor = float(plan.model.interference[0])
+        lines.append(f"In training, all-reduces here take {factor:.2f} times what they take by themselves.")
+    return [*lines, f"({BARS})"]
+
+
+def write_json(plan: Plan, path: Path) -> None:
+    """Write everything as JSON."""
+    try:
+        path.write_text(json.dumps(as_json(plan), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write --json {path}: {error.strerror}") from None
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Everything about the prediction."""
+    measured, model = plan.model.measured, plan.model
+    return {
+        "kind": "plan",
+        "request": asdict(plan.request),
+        "task": measured.task,
+        "unit": measured.unit,
+        "measured": {**asdict(measured), "noise": asdict(plan.noise) if plan.noise else None},
+        "cluster": asdict(model.cluster),
+        "interference": None if model.interference is None else float(model.interference[0]),
+        "rows": list(plan.rows),
+        "returns": asdict(plan.returns),
+        "sentences": conclude(plan),
+    }
+
+
+def _noise_of(path: Path) -> Noise:
+    """The noise scale a record measured."""
+    try:
+        found = read_noise(read_metrics(path))
+    except (OSError, KeyError, TypeError, AttributeError):
+        raise UsageError(f"--noise is {str(path)!r}: neither a number of samples nor a record of paceline train") from None
+    if found is None:
+        raise UsageError(f"{path} measured no noise scale: train it with --measure-noise, or ask paceline advise")
+    return found
+
+
+def _cells(row: dict[str, Any], timed: bool, priced: bool) -> list[str]:
+    parts = row["parts_s"]
+    cells = [f"{row['workers']:,}", f"{row['nodes']:,}", f"{row['global_batch']:,}", number_words(row["samples_per_s"])]
+    cells += [range_words(row["low"], row["high"]), f"{row['efficiency']:.1%}"]
+    cells += [number_words(1e3 * each) for each in (row["step_s"], parts["communication"], parts["waiting"])]
+    if timed:
+        cells += [f"{row['steps']:,}", time_words(row["time_s"])]
+        cells.append(f"{time_words(row['time_low_s'])} to {time_words(row['time_high_s'])}")
+    return cells + ([money_words(row["cost"], row["currency"])] if priced else [])

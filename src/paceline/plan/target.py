@@ -1,0 +1,118 @@
+"""Time and cost to the end of a run with P workers, and where more of them stop to pay.
+
+    time(P) = steps(B) step(P),   cost(P) = price of a worker-hour x P x time(P)
+
+With a noise scale N, steps(B) = steps(B0) (1 + N / B) / (1 + N / B0), relative to the run that was measured at B0 (`noise.py`).
+Without one, the same epochs: steps(B0) B0 / B, and nothing is known about accuracy at B. Validation and checkpoints are left
+out.
+
+**Returns stop** at the first count, of 1, 2, 4, ..., beyond which no number of doublings saves `WORTH` of the time for each.
+(The first doubling alone does not decide: two workers pay for communication once, and four may pay off again.) To blame is what
+grew most from there to its double: the steps times their batch (noise-bound), exposed communication (bandwidth- or
+latency-bound, by which is the larger part of an all-reduce), waiting, workers of a node that slow each other down (core-bound)
+or, in strong scaling, what does not shrink with a worker's samples (overhead-bound).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.plan.cluster import Cluster
+from paceline.plan.links import Array
+from paceline.plan.measured import Run
+from paceline.plan.model import Model, Step
+from paceline.plan.noise import Noise
+
+WORTH = 0.2
+"""Doubling the workers halves the time at best; below this share saved it is called not worth it."""
+
+MOST = 4096
+_MOST_HERE = 64
+"""Workers on the one machine that was measured, unless told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Returns:
+    """Where more workers stop to pay."""
+
+    stop_at: int | None
+    """The count beyond which no doubling saves a fifth of the time; None: not up to the most there are."""
+    saved: float
+    """What share of the time the doubling from there saves."""
+    bound: str
+    """noise, bandwidth, latency, waiting, cores or overhead; empty where nothing stops."""
+    cost_doubles_at: int | None
+    """The first count at which the run takes twice the worker-hours it takes at the smallest one."""
+    most: int
+    """The largest count looked at."""
+
+
+def doublings(most: int) -> list[int]:
+    """1, 2, 4, ... up to the most."""
+    return [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+
+
+def most_workers(model: Model) -> int:
+    """The largest count that makes sense: a single node has so many places, a fixed global batch so many samples."""
+    limits = [_MOST_HERE if model.cluster.here else MOST, model.cluster.most_workers() or MOST]
+    if model.mode == "strong":
+        limits.append(model.measured.base.global_batch)
+    return min(limits)
+
+
+def steps_needed(run: Run, global_batch: float, noise: Array | None) -> Array:
+    """Steps to the end of the run at another global batch; without a noise scale, for the same epochs."""
+    if noise is None:
+        return np.asarray([run.steps * run.global_batch / global_batch])
+    return run.steps * (1 + noise / global_batch) / (1 + noise / run.global_batch)
+
+
+def time_s(step: Step, run: Run, noise: Array | None) -> Array:
+    """Seconds of training to the end of the run."""
+    return steps_needed(run, step.global_batch, noise) * step.step_s
+
+
+def price_of(cluster: Cluster, price: float | None) -> tuple[float, str] | None:
+    """(price of a worker-hour, currency): as given, or as the cluster's file has it."""
+    if price is not None:
+        return price, cluster.price.currency if cluster.price else ""
+    return (cluster.price.per_worker_hour, cluster.price.currency) if cluster.price else None
+
+
+def find_returns(model: Model, run: Run | None, noise: Noise | None) -> Returns:
+    """Where more workers stop to pay, looking at 1, 2, 4, ... workers."""
+    most = most_workers(model)
+    steps = [model.step(workers) for workers in doublings(most)]
+    drawn = model.draws.noise if noise is not None else None
+    times = [_time(step, run, drawn) for step in steps]
+    cost = [step.workers * time for step, time in zip(steps, times, strict=True)]
+    dear = next((step.workers for step, each in zip(steps, cost, strict=True) if each >= 2 * cost[0]), None)
+    for i in range(len(steps) - 1):
+        if all(later > times[i] * (1 - WORTH) ** doubled for doubled, later in enumerate(times[i + 1 :], 1)):
+            saved = 1 - times[i + 1] / times[i]
+            bound = _blame(steps[i], steps[i + 1], times[i + 1] / times[i])
+            return Returns(stop_at=steps[i].workers, saved=saved, bound=bound, cost_doubles_at=dear, most=most)
+    last = 1 - times[-1] / times[-2] if len(times) > 1 else 0.0
+    return Returns(stop_at=None, saved=last, bound="", cost_doubles_at=dear, most=most)
+
+
+def _time(step: Step, run: Run | None, noise: Array | None) -> float:
+    """Seconds to the end; without a run, seconds a sample, which is as good for comparing."""
+    return float(time_s(step, run, noise)[0]) if run is not None else float(1 / step.samples_per_s[0])
+
+
+def _blame(here: Step, double: Step, ratio: float) -> str:
+    """What keeps the double count from halving the time."""
+    speed = float(here.samples_per_s[0] / double.samples_per_s[0])
+    examples = ratio / speed  # how many more samples the double count needs
+    if examples - 1 > 2 * speed - 1:
+        return "noise"
+    before, after = ({name: float(part[0]) for name, part in step.parts_s.items()} for step in (here, double))
+    shrink = double.global_batch / here.global_batch / 2  # of a worker's samples: 1 in weak scaling, 1/2 in strong
+    grown = {name: after[name] - shrink * before[name] for name in after}
+    worst = max(("communication", "waiting"), key=lambda name: grown[name])
+    if grown[worst] < sum(grown[name] for name in ("input", "compute", "optimizer", "other")):
+        return "cores" if shrink == 1 else "overhead"
+    if worst == "waiting":
+        return "waiting"
+    return "latency" if float(double.latency_s[0]) > 0.5 * float(double.reduce_s[0]) else "bandwidth"

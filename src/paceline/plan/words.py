@@ -1,0 +1,78 @@
+"""How predictions read: numbers for the eye, tables in plain text, and sentences."""
+
+import math
+from collections.abc import Sequence
+
+from paceline.plan.cluster import Cluster
+from paceline.plan.target import Returns
+
+BARS = (
+    "low to high: 90% of 400 draws of what was measured or stated with a spread (speed between windows, the link, lag, noise"
+    " scale); what the model leaves out is not in them"
+)
+
+
+def lay_out(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in plain text, columns to the right."""
+    widths = [max(len(str(row[i])) for row in [heads, *rows]) for i in range(len(heads))]
+    return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [heads, *rows])
+
+
+def number_words(value: float) -> str:
+    """Three digits that count: 8,010; 123,000; 4.21."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    places = 2 - math.floor(math.log10(abs(value)))
+    return f"{round(value, places):,.{max(0, places)}f}"
+
+
+def range_words(low: float, high: float) -> str:
+    """low to high."""
+    return f"{number_words(low)} to {number_words(high)}"
+
+
+def time_words(seconds: float) -> str:
+    """12 ms, 4.2 s, 3.1 min, 5.0 h or 2.3 days."""
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= (2 if unit == "days" else 1.0) * size:
+            return f"{seconds / size:.{1 if seconds / size < 100 else 0}f} {unit}"
+    return f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
+
+
+def money_words(value: float, currency: str) -> str:
+    """9.81 USD."""
+    return f"{value:,.2f} {currency}".rstrip() if 1 <= value < 100 else f"{number_words(value)} {currency}".rstrip()
+
+
+def count_words(workers: int) -> str:
+    """1 worker, 64 workers."""
+    return f"{workers:,} worker{'s' * (workers != 1)}"
+
+
+def bound_words(returns: Returns, cluster: Cluster) -> str:
+    """Why returns stop, in half a sentence."""
+    several = returns.stop_at is not None and cluster.nodes(2 * returns.stop_at) > 1
+    link = "the network between nodes" if several and cluster.inter is not None else "the link between workers"
+    return {
+        "noise": "more samples a step average out little more noise, so that the run needs nearly as many steps (noise-bound)",
+        "bandwidth": f"{link} cannot carry the gradients while the backward pass runs (bandwidth-bound)",
+        "latency": f"every all-reduce takes many messages over {link}, however few its bytes (latency-bound)",
+        "waiting": "the slowest of so many workers keeps the others waiting (waiting-bound)",
+        "cores": "workers of a node share its cores and slow each other down (core-bound)",
+        "overhead": "what does not shrink with a worker's samples is most of the step (overhead-bound)",
+    }[returns.bound]
+
+
+def returns_words(returns: Returns, cluster: Cluster, what: str) -> str:
+    """Where returns stop and why; `what` is what doubling saves."""
+    if returns.stop_at is None:
+        saved = "" if returns.most < 2 else f": the last doubling still saves {returns.saved:.0%} of the {what}"
+        text = f"Returns do not stop up to {count_words(returns.most)}{saved}."
+    else:
+        saves = f"saves {returns.saved:.0%} of the {what} only" if returns.saved > 0 else f"saves nothing of the {what}"
+        text = (
+            f"Returns stop at {count_words(returns.stop_at)}: twice as many {saves}, because {bound_words(returns, cluster)}."
+        )
+    if returns.cost_doubles_at is None:
+        return f"{text} Worker-hours stay below twice those of the smallest count all the way."
+    return f"{text} From {count_words(returns.cost_doubles_at)} on the run takes twice the worker-hours of one worker, or more."

@@ -1,0 +1,130 @@
+"""Records made up to order, whose latency, bandwidth and spreads are known."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make_scale(tmp_path: Path) -> Make:
+    """Writes a record of `paceline scale` and gives its folder. Its steps follow the model exactly."""
+
+    def make(name: str = "scale", *, counts: tuple[int, ...] = (1, 2), **change: Any) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "scale.json").write_text(json.dumps(scale_json(counts, **change)))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def make_training(tmp_path: Path) -> Make:
+    """Writes a record of `paceline train` and gives its folder."""
+
+    def make(name: str = "run", *, noise: list[Any] | None = None, health: bool = True, **contract: Any) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        about = {"task": "fashion-mnist-mini", "cores": 2, "contract": {**CONTRACT, **contract}}
+        (folder / "environment.json").write_text(json.dumps(about))
+        rows: list[dict[str, Any]] = []
+        for i, value in enumerate(noise or []):
+            rows.append({"kind": "step", "step": 10 * (i + 1), "loss": 1.0, "noise_scale": value})
+        if health:
+            rows += [{**HEALTH, "step": 100 * i, "epoch": 1} for i in range(1, 5)]
+        rows.append({"kind": "epoch", "epoch": 5, "step": 235, "time_s": 9.0, "val_accuracy": 0.81})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return folder
+
+    return make
+
+
+CONTRACT = {
+    "task": "fashion-mnist-mini",
+    "workers": 1,
+    "virtual_workers": 1,
+    "nodes": 1,
+    "devices": "1 x NVIDIA H200",
+    "backend": "nccl",
+    "global_batch": 128,
+    "part_batch": 128,
+    "epochs": 5,
+    "steps_per_epoch": 47,
+    "parameters": 29_434,
+    "reduce": "fast",
+}
+PARTS = {"input": 0.001, "compute": 0.03, "communication": 0.0, "waiting": 0.0, "optimizer": 0.002, "other": 0.001}
+HEALTH = {
+    "kind": "health",
+    "time_s": 3.0,
+    "samples_per_s": 128 / 0.034,
+    "step_s": 0.034,
+    "parts_s": PARTS,
+    "gradient_bytes": 4_000_000,
+}
+
+
+def scale_json(
+    counts: tuple[int, ...],
+    *,
+    latency_s: float = 1e-4,
+    bytes_per_s: float = 1e9,
+    ready: tuple[float, ...] = (1.0,),
+    gradient_bytes: int = 4_000_000,
+    **change: Any,
+) -> dict[str, Any]:
+    """What `paceline scale` would have written, had steps followed the model exactly; `change` goes into every count."""
+
+    def ring(n: int, size: float) -> float:
+        return 2 * (n - 1) * (latency_s + size / n / bytes_per_s)
+
+    sizes = [gradient_bytes / len(ready)] * len(ready)
+    found = []
+    for n in counts:
+        backward = 0.02
+        end = 0.0
+        for share, size in zip(ready, sizes, strict=True):
+            end = max(end, share * backward) + ring(n, size)
+        parts = {**PARTS, "communication": max(0.0, end - backward)} if n > 1 else dict(PARTS)
+        step = sum(parts.values())
+        buckets = [
+            {"bytes": size, "ready": share, "ready_s": share * backward} for share, size in zip(ready, sizes, strict=True)
+        ]
+        speed = 128 * n / step
+        found.append(
+            {
+                "workers": n,
+                "nodes": 1,
+                "virtual_workers": n,
+                "global_batch": 128 * n,
+                "contract": {**CONTRACT, "workers": n, "global_batch": 128 * n},
+                "samples_per_s": speed,
+                "windows": [speed * 0.99, speed, speed * 1.01],
+                "step_s": step,
+                "parts_s": parts,
+                "forward_s": 0.01,
+                "backward_s": backward,
+                "compute_spread_s": 0.0,
+                "gradient_bytes": gradient_bytes,
+                "buckets": buckets if n > 1 else [],
+                "reduce_s": ring(n, gradient_bytes) if n > 1 else 0.0,
+                **change,
+            }
+        )
+    links = [
+        {"workers": n, "bytes": size, "s": ring(n, size)} for n in counts if n > 1 for size in (4, 16384, 1 << 20, 1 << 24)
+    ]
+    return {
+        "kind": "scale",
+        "task": "fashion-mnist-mini",
+        "mode": "weak",
+        "unit": "images",
+        "environment": {"cores": 2},
+        "counts": found,
+        "links": links,
+    }

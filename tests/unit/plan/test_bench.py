@@ -1,0 +1,71 @@
+"""bench/plan.py's own logic, without running anything; and, once there is a result, that docs/PLAN.md shows it."""
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+Make = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    """bench/plan.py as a module."""
+    path = list(sys.path)
+    sys.path.insert(0, str(ROOT / "bench"))
+    spec = importlib.util.spec_from_file_location("bench_plan", ROOT / "bench" / "plan.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench_plan"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    sys.path[:] = path
+    return module
+
+
+def test_machines_that_follow_the_model_are_predicted_exactly(bench: Any, make_scale: Make) -> None:
+    make_scale("sleeper-loopback", counts=(1, 2, 3, 4), bytes_per_s=1e12, latency_s=1e-6)
+    folder = make_scale("sleeper-1gbit", counts=(1, 2, 3, 4), bytes_per_s=0.115e9, latency_s=150e-6)
+    fitted, filed = bench.judge(folder.parent, "sleeper", "1gbit")
+    assert [row["workers"] for row in fitted["rows"]] == [3, 4]
+    assert [row["workers"] for row in filed["rows"]] == [2, 3, 4]
+    assert all(abs(row["error"]) < 0.001 for row in fitted["rows"] + filed["rows"])
+    assert fitted["assumed_link"]["bandwidth_GBps"] == pytest.approx(0.115, rel=1e-3)
+
+
+def test_a_fit_never_sees_what_it_predicts(bench: Any, make_scale: Make) -> None:
+    cut = json.loads((bench.cut(make_scale("whole", counts=(1, 2, 3, 4)), 2) / "scale.json").read_text())
+    assert {count["workers"] for count in cut["counts"]} == {1, 2}
+    assert {link["workers"] for link in cut["links"]} == {2}
+
+
+def test_the_table_says_how_far_off_it_was(bench: Any, make_scale: Make) -> None:
+    folder = make_scale("sleeper-loopback", counts=(1, 2, 3, 4))
+    found = json.loads((folder / "scale.json").read_text())
+    found["counts"][3]["samples_per_s"] *= 0.5
+    (folder / "scale.json").write_text(json.dumps(found))
+    said = bench.table({"cases": bench.judge(folder.parent, "sleeper", "loopback")})
+    lines = said.splitlines()
+    assert lines[2].startswith("| sleeper | loopback | 1 and 2 workers on it | 3 |")
+    assert lines[3].endswith("| +100.0% |") or float(lines[3].split("|")[-2].strip(" %")) > 90
+    assert "Of 2 predictions 1 are within 10%" in said
+
+
+def test_without_root_shaped_links_say_so(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit, match="need root"), bench.nodes_on_a_bridge(2, "1gbit", "128kb"):
+        pass
+
+
+def test_the_page_shows_the_committed_result(bench: Any) -> None:
+    page = (ROOT / "docs" / "PLAN.md").read_text()
+    if not bench.RESULTS.exists():
+        assert "no result yet" in page
+        return
+    assert bench.table(json.loads(bench.RESULTS.read_text())) in page

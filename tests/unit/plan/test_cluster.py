@@ -1,0 +1,87 @@
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.plan.cluster import find_cluster, list_presets, presets, read_cluster
+
+GOOD = """
+name = "mine"
+workers_per_node = 4
+intra = {latency_us = 2, bandwidth_GBps = 20}
+inter = {latency_us = 30, bandwidth_GBps = 1.25, efficiency = {typical = 0.8, low = 0.5, high = 0.9}}
+efficiency = 0.7
+price = {per_worker_hour = 2.5, currency = "EUR"}
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_every_preset_parses_and_names_its_sources(name: str) -> None:
+    cluster = find_cluster(name)
+    assert cluster.name == name
+    assert cluster.about
+    assert "https://" in cluster.source
+    assert "20" in cluster.source  # a date
+    for wire in (cluster.intra, cluster.inter):
+        if wire is not None:
+            assert 0 < wire.bytes_per_s.low <= wire.bytes_per_s.typical <= wire.bytes_per_s.high
+    if cluster.price is not None:
+        assert "https://" in cluster.price.source
+        assert cluster.price.date
+    assert name in list_presets()
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    cluster = find_cluster(str(write(tmp_path, GOOD)))
+    assert cluster.intra is not None
+    assert cluster.inter is not None
+    assert cluster.price is not None
+    assert cluster.intra.bytes_per_s.typical == pytest.approx(14e9)
+    assert cluster.intra.latency_s.typical == pytest.approx(2e-6)
+    assert cluster.inter.bytes_per_s.low == pytest.approx(0.625e9)
+    assert (cluster.price.per_worker_hour, cluster.price.currency) == (2.5, "EUR")
+    assert cluster.most_workers() is None
+
+
+def test_a_single_node_has_no_more_places_than_it_has(tmp_path: Path) -> None:
+    assert find_cluster("h200-node").most_workers() == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("intra =", "intrra ="), "unknown key 'intrra': did you mean 'intra'?"),
+        (("latency_us = 2,", "latency = 2,"), "intra: unknown key 'latency': did you mean 'latency_us'?"),
+        (("latency_us = 2, ", ""), "intra has no latency_us: add it"),
+        (('name = "mine"', ""), "has no name: add it"),
+        (('name = "mine"', "name = 3"), "name is 3: it must be text"),
+        (("workers_per_node = 4", "workers_per_node = 0"), "workers_per_node is 0: it must be a whole number above 0"),
+        (("workers_per_node = 4", "workers_per_node = 2.5"), "workers_per_node is 2.5: it must be a whole number above 0"),
+        (("workers_per_node = 4", "workers_per_node = 4\ntrees = 1"), "trees is 1: it must be true or false"),
+        (("low = 0.5", "low = 0.85"), "it must be low <= typical <= high"),
+        (("bandwidth_GBps = 20", "bandwidth_GBps = inf"), "bandwidth_GBps is inf: it must be a number above 0"),
+        (("bandwidth_GBps = 20", 'bandwidth_GBps = "fast"'), "bandwidth_GBps is 'fast': it must be a number above 0"),
+        (("per_worker_hour", "per_hour"), "price: unknown key 'per_hour': did you mean 'per_worker_hour'?"),
+        (("intra = {latency_us = 2, bandwidth_GBps = 20}", ""), "has no intra, the link within a node"),
+        (("intra = {latency_us = 2, bandwidth_GBps = 20}", "intra = 5"), "intra is 5: it must be a table"),
+        (("name = ", "name == "), "is not valid TOML"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, change: tuple[str, str], says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_cluster(write(tmp_path, GOOD.replace(*change)))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_name_suggests_the_nearest() -> None:
+    with pytest.raises(UsageError, match="did you mean 'dgx-h100'"):
+        find_cluster("dgx-h10")
+    with pytest.raises(UsageError, match="cannot read cluster"):
+        find_cluster("nowhere/mine.toml")

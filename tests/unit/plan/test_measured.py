@@ -1,0 +1,98 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import RecordError
+from paceline.plan.measured import read_measured
+
+Make = Callable[..., Path]
+
+
+def test_a_record_of_scale(make_scale: Make) -> None:
+    found = read_measured(make_scale(counts=(1, 2), ready=(0.5, 1.0)))
+    assert [point.workers for point in found.points] == [1, 2]
+    assert found.base.samples == 128
+    assert sum(found.base.parts_s.values()) == pytest.approx(found.base.step_s)
+    assert [bucket.ready for bucket in found.buckets] == [0.5, 1.0]
+    assert found.run is not None
+    assert (found.run.steps, found.run.global_batch) == (235, 128)
+    assert found.assumed == ()
+    assert {timing.workers for timing in found.links} == {2}
+
+
+def test_parts_add_up_to_the_time_in_the_windows(make_scale: Make) -> None:
+    """Timed steps may be slower than the others: only the windows say how fast training is."""
+    found = read_measured(make_scale(counts=(1,), samples_per_s=2000.0))
+    assert found.base.step_s == pytest.approx(0.064)
+    assert sum(found.base.parts_s.values()) == pytest.approx(0.064)
+    assert found.base.backward_s == pytest.approx(0.02 * 0.064 / 0.034)
+
+
+def test_one_worker_waits_for_nobody(make_scale: Make) -> None:
+    odd = {"input": 0.0, "compute": 0.03, "communication": 0.002, "waiting": 0.001, "optimizer": 0.0, "other": 0.001}
+    found = read_measured(make_scale(counts=(1,), parts_s=odd))
+    assert found.base.parts_s["communication"] == found.base.parts_s["waiting"] == 0
+    assert found.base.parts_s["other"] / found.base.parts_s["compute"] == pytest.approx(0.004 / 0.03)
+
+
+def test_cpu_workers_share_cores_and_gpu_workers_do_not(make_scale: Make) -> None:
+    assert read_measured(make_scale()).cores is None
+    cpu = {"devices": "1 CPU worker, 2 threads (4 cores, no GPU)", "backend": "gloo"}
+    found = read_measured(make_scale("cpu", contract=cpu))
+    assert (found.cores, found.threads, found.slots) == (2, 2, 1)
+
+
+def test_without_buckets_ddps_usual_ones_are_assumed_and_said(make_scale: Make) -> None:
+    found = read_measured(make_scale(counts=(1,), gradient_bytes=100 << 20))
+    assert [round(bucket.bytes / 2**20) for bucket in found.buckets] == [1, 25, 25, 25, 24]
+    assert found.buckets[-1].ready == 1
+    assert "DDP's usual buckets" in found.assumed[0]
+
+
+def test_a_training_record_will_do_and_says_what_it_assumes(make_training: Make) -> None:
+    found = read_measured(make_training(noise=[100.0, 200.0, 300.0]))
+    assert found.base.samples_per_s == pytest.approx(128 / 0.034)
+    assert found.gradient_bytes == 4_000_000
+    assert found.run is not None
+    assert (found.run.steps, found.run.epochs) == (235, 5)
+    assert "accuracy 0.8100" in found.run.about
+    assert found.noise is not None
+    assert found.noise.scale == 250
+    assert any("third of compute" in said for said in found.assumed)
+    assert any("3%" in said for said in found.assumed)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda f: f.rename(f.with_name("gone")), "no record at"),
+        (lambda f: (f / "metrics.jsonl").unlink(), "neither scale.json nor metrics.jsonl; paceline scale TASK --workers 1,2"),
+        (lambda f: (f / "metrics.jsonl").write_text(""), "no complete health rows): measure with paceline scale"),
+        (lambda f: (f / "metrics.jsonl").write_text('{"no": 1}\n'), "metrics.jsonl cannot be read"),
+        (lambda f: (f / "environment.json").write_text('{"contract": nul'), "is not valid JSON"),
+        (lambda f: (f / "environment.json").write_text("[]"), "holds no table"),
+        (lambda f: (f / "environment.json").unlink(), "cannot read"),
+        (lambda f: (f / "environment.json").write_text("{}"), "paceline scale TASK --workers 1,2"),
+        (lambda f: (f / "scale.json").write_text('{"task": "mine"}'), "(no 'counts'): measure again with paceline scale mine"),
+        (lambda f: (f / "scale.json").write_text('{"counts": []}'), "is incomplete"),
+        (lambda f: (f / "scale.json").write_text('{"counts": [{"workers": 1}]}'), "is incomplete (no"),
+    ],
+)
+def test_a_broken_record_is_one_line(make_training: Make, spoil: Callable[[Path], object], says: str) -> None:
+    folder = make_training()
+    spoil(folder)
+    with pytest.raises(RecordError) as caught:
+        read_measured(folder)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_scale_that_measured_nothing_is_incomplete(make_scale: Make) -> None:
+    folder = make_scale()
+    found = json.loads((folder / "scale.json").read_text())
+    found["counts"][0]["samples_per_s"] = "nan"
+    (folder / "scale.json").write_text(json.dumps(found))
+    with pytest.raises(RecordError, match="incomplete"):
+        read_measured(folder)

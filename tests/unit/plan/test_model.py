@@ -1,0 +1,226 @@
+"""The model against numbers worked out by hand, and what must hold for all of them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.plan.cluster import Cluster, Range, Wire, from_fit
+from paceline.plan.draws import bars, draw
+from paceline.plan.lag import expected_lag
+from paceline.plan.links import fit_link
+from paceline.plan.measured import Bucket, Measured, Point, Run, read_measured
+from paceline.plan.model import Mode, Model, all_reduce_s, make_model, take_turns
+
+OWN = {"input": 0.001, "compute": 0.03, "communication": 0.0, "waiting": 0.0, "optimizer": 0.002, "other": 0.001}
+
+
+def point(workers: int = 1, *, spread: float = 0.0, samples: int = 128, **parts: float) -> Point:
+    found = {**OWN, **parts}
+    return Point(
+        workers=workers,
+        nodes=1,
+        global_batch=samples * workers,
+        samples_per_s=samples * workers / sum(found.values()),
+        spread=0.01,
+        parts_s=found,
+        forward_s=found["compute"] / 3,
+        backward_s=found["compute"] * 2 / 3,
+        compute_spread_s=spread,
+        reduce_s=0.0,
+    )
+
+
+def measured(*points: Point, buckets: tuple[tuple[float, float], ...] = ((1e6, 1.0),), cores: int | None = None) -> Measured:
+    return Measured(
+        record="made",
+        task="made",
+        unit="images",
+        points=points or (point(),),
+        gradient_bytes=int(sum(size for size, _ in buckets)),
+        buckets=tuple(Bucket(bytes=size, ready=ready) for size, ready in buckets),
+        links=(),
+        cores=cores,
+        threads=1,
+        backend="gloo",
+        run=Run(steps=100, global_batch=128, epochs=1, about="made"),
+        noise=None,
+        assumed=(),
+    )
+
+
+def exactly(value: float) -> Range:
+    return Range(typical=value, low=value, high=value)
+
+
+def wire(latency_s: float, bytes_per_s: float) -> Wire:
+    return Wire(latency_s=exactly(latency_s), bytes_per_s=exactly(bytes_per_s))
+
+
+def boxes(latency_s: float = 0.0, bytes_per_s: float = 1e9, **change: Any) -> Cluster:
+    """One worker a node, rings only."""
+    made = Cluster(name="made", workers_per_node=1, trees=False, inter=wire(latency_s, bytes_per_s))
+    return replace(made, **change)
+
+
+def model(found: Measured, cluster: Cluster, mode: Mode = "weak", speed: float = 1.0) -> Model:
+    return make_model(found, cluster, draw(found, cluster, None), mode=mode, speed=speed)
+
+
+def parts(found: Measured, cluster: Cluster, workers: int, mode: Mode = "weak", speed: float = 1.0) -> dict[str, float]:
+    return {name: float(part[0]) for name, part in model(found, cluster, mode, speed).step(workers).parts_s.items()}
+
+
+def test_two_workers_one_bucket_and_no_overlap_by_hand() -> None:
+    """1 MB over 1 GB/s and 2 x 100 us, after the backward pass."""
+    assert parts(measured(), boxes(1e-4), 2)["communication"] == pytest.approx(1.2e-3)
+    step = model(measured(), boxes(1e-4)).step(2)
+    assert step.step_s[0] == pytest.approx(0.034 + 1.2e-3)
+    assert step.samples_per_s[0] == pytest.approx(256 / 0.0352)
+
+
+def test_what_fits_behind_the_backward_pass_is_hidden() -> None:
+    """The bucket is ready half way through 20 ms: 1.2 ms have room."""
+    assert parts(measured(buckets=((1e6, 0.5),)), boxes(1e-4), 2)["communication"] == 0
+
+
+def test_a_bucket_waits_for_the_one_before() -> None:
+    """Two buckets of 15 MB, 15 ms each: the first from 2 to 17 ms, the second to 32, 12 after the backward pass."""
+    found = measured(buckets=((15e6, 0.1), (15e6, 0.5)))
+    assert parts(found, boxes(), 2)["communication"] == pytest.approx(0.012)
+
+
+def test_latency_alone_grows_with_the_ring() -> None:
+    found, cluster = measured(buckets=((4, 1.0),)), boxes(1e-4, 1e15)
+    assert parts(found, cluster, 64)["communication"] == pytest.approx(126e-4)
+    assert parts(found, replace(cluster, trees=True), 64)["communication"] == pytest.approx(12e-4)
+
+
+def test_two_nodes_of_two_by_hand() -> None:
+    """In the node 2 (g - 1) / g bytes at 10 GB/s, between nodes 2 (m - 1) / m at 1 GB/s: 0.1 + 1 ms, and latencies."""
+    cluster = Cluster(name="made", workers_per_node=2, trees=False, intra=wire(1e-6, 1e10), inter=wire(1e-5, 1e9))
+    draws = draw(measured(), cluster, None)
+    assert all_reduce_s(cluster, draws, 4, 1e6)[0] == pytest.approx(1e-4 + 2e-6 + 1e-3 + 2e-5)
+    assert all_reduce_s(cluster, draws, 2, 1e6)[0] == pytest.approx(1e-4 + 2e-6)
+    assert cluster.nodes(3) == 2
+
+
+def test_waiting_is_for_the_slowest_of_all() -> None:
+    found = measured(point(spread=0.002))
+    assert parts(found, boxes(), 4)["waiting"] == pytest.approx(0.002 * expected_lag(4))
+    assert parts(found, boxes(), 1)["waiting"] == 0
+
+
+def test_what_workers_waited_counts_for_more_than_the_spread_of_one() -> None:
+    found = measured(point(spread=0.002), point(2, waiting=0.0005))
+    assert parts(found, boxes(), 2)["waiting"] == pytest.approx(0.0005)
+
+
+@pytest.mark.parametrize(("workers", "slots", "mean", "worst"), [(2, 2, 1, 1), (3, 2, 5 / 3, 2), (4, 2, 2, 2), (5, None, 1, 1)])
+def test_workers_take_turns_on_cores(workers: int, slots: int | None, mean: float, worst: float) -> None:
+    assert take_turns(workers, slots) == (pytest.approx(mean), worst)
+
+
+def test_workers_beyond_the_cores_slow_down() -> None:
+    cluster = Cluster(name="made", workers_per_node=8, cores_per_node=2, trees=False, intra=wire(0, 1e15))
+    assert parts(measured(), cluster, 4)["compute"] == pytest.approx(0.06)
+    three = parts(measured(), cluster, 3)
+    assert three["compute"] + three["waiting"] == pytest.approx(0.06)  # the third has to wait for two on one core
+    assert parts(measured(), replace(cluster, cores_per_node=8), 4)["compute"] == pytest.approx(0.03)
+
+
+def test_a_link_carried_by_cores_slows_down_with_them() -> None:
+    cluster = Cluster(name="made", workers_per_node=8, trees=False, intra=wire(0, 1e9))
+    free, shared = (parts(measured(), each, 4)["communication"] for each in (cluster, replace(cluster, link_cores=2)))
+    assert shared == pytest.approx(2 * free)
+
+
+def test_a_faster_device_divides_what_a_worker_does_alone() -> None:
+    slow, fast = (parts(measured(), boxes(), 2, speed=speed) for speed in (1.0, 2.0))
+    assert fast["compute"] == pytest.approx(slow["compute"] / 2)
+    assert fast["communication"] == pytest.approx(slow["communication"])
+
+
+def test_strong_scaling_shares_out_the_samples_and_keeps_the_rest() -> None:
+    found = parts(measured(buckets=()), boxes(), 4, "strong")
+    assert found["compute"] == pytest.approx(0.03 / 4)
+    assert found["input"] == pytest.approx(0.001 / 4)
+    assert (found["optimizer"], found["other"]) == (pytest.approx(0.002), pytest.approx(0.001))
+
+
+def test_strong_scaling_ends_at_a_floor_where_one_was_measured() -> None:
+    """20 ms for 128 samples and 12 for 64: 4 ms are there whatever the samples."""
+    found = measured(point(compute=0.02), point(2, samples=64, compute=0.012), buckets=())
+    assert parts(found, boxes(), 1, "strong")["compute"] == pytest.approx(0.02)
+    assert parts(found, boxes(), 128, "strong")["compute"] == pytest.approx(0.004 + 0.016 / 128)
+
+
+def test_between_measured_counts_a_worker_slows_down_by_degrees() -> None:
+    found = measured(point(), point(4, compute=0.06), buckets=())
+    here = replace(boxes(), here=True)
+    assert parts(found, here, 1)["compute"] == pytest.approx(0.03)
+    assert parts(found, here, 2)["compute"] == pytest.approx(0.04)
+    assert parts(found, here, 64)["compute"] == pytest.approx(0.06)
+
+
+def test_the_machine_that_was_measured_meets_its_own_measurements(make_scale: Callable[..., Path]) -> None:
+    """Also where all-reduces in training took twice as long as by themselves."""
+    folder = make_scale(counts=(1, 2), ready=(0.5, 1.0))
+    found = read_measured(folder)
+    slower = replace(found.points[1], parts_s={**found.points[1].parts_s, "communication": 0.009})
+    slower = replace(slower, samples_per_s=256 / sum(slower.parts_s.values()))
+    found = replace(found, points=(found.points[0], slower))
+    cluster = from_fit(fit_link(found.links), workers_per_node=None, cores=None, trees=False)
+    predicted = model(found, cluster)
+    assert predicted.interference is not None
+    assert predicted.interference[0] > 1.5
+    assert predicted.step(2).samples_per_s[0] == pytest.approx(slower.samples_per_s, rel=1e-6)
+    assert predicted.step(2).parts_s["communication"] == pytest.approx(0.009, rel=1e-3)  # in every draw: the fit is perfect
+
+
+def test_a_fit_on_two_predicts_four_of_a_machine_that_follows_the_model(make_scale: Callable[..., Path]) -> None:
+    whole = read_measured(make_scale("whole", counts=(1, 2, 3, 4, 8), ready=(0.3, 0.6, 1.0)))
+    found = read_measured(make_scale("first", counts=(1, 2), ready=(0.3, 0.6, 1.0)))
+    cluster = from_fit(fit_link(found.links), workers_per_node=None, cores=None, trees=False)
+    for truth in whole.points:
+        assert model(found, cluster).step(truth.workers).samples_per_s[0] == pytest.approx(truth.samples_per_s, rel=1e-3)
+
+
+sizes = st.floats(1e3, 1e9)
+counts = st.sampled_from([1, 2, 3, 5, 8, 64, 1000, 4096])
+
+
+@given(sizes, st.floats(0.0, 1.0), st.floats(1e6, 1e12), st.floats(1.0, 100.0), counts, st.booleans())
+def test_more_bandwidth_is_never_slower(size: float, ready: float, rate: float, more: float, workers: int, trees: bool) -> None:
+    found = measured(buckets=((size / 3, ready / 2), (size, ready)))
+    slow, fast = (model(found, boxes(1e-5, each, trees=trees)).step(workers).step_s[0] for each in (rate, rate * more))
+    assert fast <= slow * (1 + 1e-12)
+
+
+@given(sizes, st.floats(0.0, 1.0), st.floats(0, 1e-2), st.floats(0, 0.01), counts, st.sampled_from(["weak", "strong"]))
+def test_efficiency_is_never_above_one(size: float, ready: float, lat: float, spread: float, workers: int, mode: Mode) -> None:
+    predicted = model(measured(point(spread=spread, samples=4096), buckets=((size, ready),)), boxes(lat), mode)
+    one, many = (predicted.step(each).samples_per_s for each in (1, workers))
+    assert (many / (workers * one) <= 1 + 1e-9).all()
+
+
+@given(st.floats(1e-5, 10), st.floats(0, 1), st.floats(0, 1), st.sampled_from(["weak", "strong"]))
+def test_one_worker_is_as_fast_as_it_was_measured(compute: float, optimizer: float, other: float, mode: Mode) -> None:
+    found = point(compute=compute, optimizer=optimizer, other=other)
+    step = model(measured(found), boxes(), mode).step(1)
+    assert step.samples_per_s[0] == pytest.approx(found.samples_per_s)
+
+
+def test_the_parts_add_up_and_the_bars_hold_the_prediction() -> None:
+    loose = replace(boxes(), inter=Wire(latency_s=exactly(1e-4), bytes_per_s=Range(typical=1e9, low=5e8, high=1.2e9)))
+    predicted = model(measured(point(spread=0.001)), loose).step(16)
+    assert predicted.step_s[0] == pytest.approx(sum(part[0] for part in predicted.parts_s.values()))
+    nominal, low, high = bars(predicted.samples_per_s)
+    assert low < nominal < high
+    again = model(measured(point(spread=0.001)), loose).step(16)
+    assert np.array_equal(again.step_s, predicted.step_s)  # the same draws each time
