@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: help setup demo test check format bench bench-gpu soak clean
+.PHONY: help setup demo test check format bench bench-gpu bench-plan images soak clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -17,8 +17,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[board,dev,trackers]'
 	touch $(READY)
 
-demo: setup  ## train on 2 local workers, about a minute
-	$(BIN)/paceline train fashion-mnist-mini --workers 2 --name demo
+demo: setup  ## train on 2 local workers and write the report, about a minute
+	$(BIN)/paceline train fashion-mnist-mini --workers 2 --name demo --profile
+	$(BIN)/paceline report
 
 test: setup  ## the whole suite
 	$(BIN)/python -m pytest $(ARGS)
@@ -46,6 +47,13 @@ bench-gpu: setup  ## measure on a GPU: peers, overhead, limit, time to 94%; rewr
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/limit.py
 	$(BIN)/python bench/speedrun.py
+
+bench-plan: setup  ## predicted speeds against measured ones, on shaped links too (as root), 20 minutes; rewrites bench/results
+	$(BIN)/python bench/plan.py
+	$(BIN)/python bench/timing.py
+
+images: setup  ## take the pictures in docs/img anew, 3 minutes
+	$(BIN)/python tools/screenshots.py
 
 soak: setup  ## kill a run 50 times and compare it with one left alone, about 10 minutes; rewrites bench/results/soak.json
 	$(BIN)/python bench/soak.py

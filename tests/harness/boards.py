@@ -27,7 +27,7 @@ FACTS = {
 def serving(root: Path, host: str = "127.0.0.1") -> Iterator[BoardServer]:
     """A board of this folder at any free port, until the block ends."""
     with listen(host, 0) as listener:
-        server = make_server(root, listener, host)
+        server = make_server(root, listener, host, pause_s=0.05)  # or tests would wait for most of their time
         thread = threading.Thread(target=server.run)
         thread.start()
         try:

@@ -32,7 +32,7 @@ def missing() -> list[str]:
 
 @contextmanager
 def two_nodes(hosts: tuple[str, str] | None = None, rate: str = "") -> Iterator[tuple[Node, Node]]:
-    """Two joined nodes, gone at the end; `hosts` are what their /etc/hosts say, `rate` what the cable lets through ("1gbit")."""
+    """Two joined nodes, gone at the end; `hosts` are what their /etc/hosts say, `rate` what the cable carries ("1gbit")."""
     nodes = tuple(Node(f"paceline-{os.getpid()}-{i}", address) for i, address in enumerate(ADDRESSES))
     cables = [f"pl{os.getpid()}-{i}" for i in range(2)]  # an interface's name has at most 15 characters
     folders = [Path("/etc/netns", node.name) for node in nodes]  # ip netns exec lays these files over those in /etc

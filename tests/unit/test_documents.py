@@ -114,7 +114,8 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 
 def test_every_flag_the_readme_names_exists() -> None:
-    known = {option for verb in ("train", "data", "study", "rehearse") for option in _options(verb)}
+    verbs = ("train", "scale", "report", "board", "plan", "advise", "study", "rehearse", "data")
+    known = {option for verb in verbs for option in _options(verb)}
     scripts = "".join(path.read_text() for path in (ROOT / "fashion_mnist.py", *ROOT.glob("bench/*.py")))
     foreign = {"--nproc-per-node", "--ntasks-per-node", "--requeue"}
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (ROOT / "README.md").read_text())) - foreign:
@@ -129,3 +130,19 @@ def _options(verb: str) -> set[str]:
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         paceline.cli.run([verb, "--help"])
     return set(re.findall(r"--[a-z][a-z0-9-]+", out.getvalue()))
+
+
+def test_the_readmes_scaling_is_the_committed_result() -> None:
+    from paceline.measure.advice import advise_scale, table
+
+    found, readme = result("scale_16_cores"), (ROOT / "README.md").read_text()
+    assert table(found) in readme
+    assert advise_scale(found) in readme
+
+
+@pytest.mark.parametrize("name", ["timing", "timing_gpu"])
+def test_what_the_readme_says_of_the_clocks_cost_is_the_committed_result(name: str) -> None:
+    readme = (ROOT / "README.md").read_text()
+    for model, row in result(name)["by_model"].items():
+        ratio = row["ratio"]
+        assert f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}) times the time for {model}" in readme, model

@@ -30,7 +30,7 @@ def table(result: Mapping[str, Any]) -> str:
     windows = {len(count["windows"]) for count in result["counts"]}
     slower = max(count["step_s"] * count["samples_per_s"] / count["global_batch"] for count in result["counts"]) - 1
     note = f"{result['mode']} scaling; medians of {'/'.join(map(str, sorted(windows)))} windows; parts are means over workers"
-    note += ", of steps that were timed" + (f" and took up to {slower:.0%} longer for it" if slower >= 0.02 else "")
+    note += ", of timed steps" + (f", which took up to {slower:.0%} longer" if slower >= 0.02 else "")
     return "\n".join([*lines, note])
 
 

@@ -146,7 +146,7 @@ def _read_scale(path: Path) -> Measured:
     return Measured(
         record=path.name,
         task=str(found.get("task", "TASK")),
-        unit=str(found.get("unit", "images")),
+        unit=str(found.get("unit") or _unit(contract)),
         points=points,
         gradient_bytes=gradient_bytes,
         buckets=buckets,
@@ -231,7 +231,7 @@ def _read_training(path: Path) -> Measured:
     return Measured(
         record=path.name,
         task=str(contract.get("task", "TASK")),
-        unit="images",
+        unit=_unit(contract),
         points=(Point(**{**vars(point), "nodes": nodes}),),
         gradient_bytes=gradient_bytes,
         buckets=_assumed_buckets(gradient_bytes),
@@ -301,10 +301,18 @@ def _done_run(rows: Sequence[Mapping[str, Any]], contract: Mapping[str, Any]) ->
     return Run(steps=int(last["step"]), global_batch=batch, epochs=epochs, about=about)
 
 
+def _unit(contract: Mapping[str, Any]) -> str:
+    """What samples are called; older contracts do not say."""
+    known = "images" if str(contract.get("task")).startswith("fashion-mnist") else "samples"
+    return str(contract.get("unit") or known)
+
+
 def _cores(contract: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:
-    """Cores, where workers share them; a GPU worker has a device of its own."""
-    cores = environment.get("cores")
-    return int(cores) if "CPU worker" in str(contract.get("devices", "")) and cores else None
+    """Cores that the workers may use, where they share them; a GPU worker has a device of its own."""
+    devices = str(contract.get("devices", ""))
+    said = re.search(r"\((\d+) cores", devices)
+    cores = said[1] if said else environment.get("cores")
+    return int(cores) if "CPU worker" in devices and cores else None
 
 
 def _threads(contract: Mapping[str, Any]) -> int:

@@ -4,8 +4,8 @@
 
 - **What a worker does by itself** is as measured. On the machine that was measured (`--cluster here`) it is interpolated
   between the measured counts and constant beyond the last; elsewhere likewise, by workers a node. CPU workers that outnumber a
-  node's cores take turns: w workers on c cores are ceil(w / c) on the fullest core, for which all wait, since the system does
-  not move them within a step. What cores carry (gloo within a node) slows down by w / c. `speed` divides a worker's own time.
+  node's cores share them fairly: w workers on c cores take w / c times as long, and so does what cores carry (gloo within a
+  node). `speed` divides a worker's own time.
 - **Weak scaling** keeps the samples a worker, **strong scaling** the global batch. With other samples a worker than measured,
   input is proportional to them, optimizer and other are fixed, compute is a line through the measured counts where those had
   different samples a worker (its height at 0 is the floor), else proportional.
@@ -82,8 +82,7 @@ class Model:
         durations = [self._reduce(workers, on_node, bucket.bytes) for bucket in self.measured.buckets]
         backward = own.pop("backward")
         exposed = expose([bucket.ready for bucket in self.measured.buckets], durations, backward)
-        mean, worst = take_turns(on_node, self._slots())
-        waiting = (expected_lag(workers) * self._deviation() * self.draws.lag + worst / mean - 1) * own["compute"]
+        waiting = expected_lag(workers) * self._deviation() * self.draws.lag * own["compute"]
         nothing = np.zeros_like(backward)
         return Step(
             workers=workers,
@@ -130,7 +129,7 @@ class Model:
         if self.cluster.cores_per_node is None:
             return 1.0
         known = min(key, max(point.workers for point in self.measured.alike()))
-        return take_turns(on_node, self._slots())[0] / take_turns(known, self.measured.slots)[0]
+        return crowd(on_node, self._slots()) / crowd(known, self.measured.slots)
 
     def _slots(self) -> int | None:
         """Workers of the cluster's nodes that run at once; None: all."""
@@ -147,9 +146,7 @@ class Model:
             return 0.0
         if point.workers < 2:
             return point.compute_spread_s / point.parts_s["compute"]
-        mean, worst = take_turns(point.workers // point.nodes, self.measured.slots)
-        waited = point.parts_s["waiting"] / point.parts_s["compute"] - (worst / mean - 1)
-        return max(0.0, waited) / expected_lag(point.workers)
+        return point.parts_s["waiting"] / point.parts_s["compute"] / expected_lag(point.workers)
 
     def _reduce(self, workers: int, on_node: int, size: float) -> tuple[Array, Array]:
         """An all-reduce of so many bytes in training, and what of it is latency."""
@@ -183,12 +180,9 @@ def all_reduce_s(cluster: Cluster, draws: Draws, workers: int, size: float) -> A
     return total
 
 
-def take_turns(workers: int, slots: int | None) -> tuple[float, float]:
-    """How many times as long workers take that share so many places: (mean over workers, the slowest)."""
-    if slots is None or workers <= slots:
-        return 1.0, 1.0
-    few, more = divmod(workers, slots)
-    return (more * (few + 1) ** 2 + (slots - more) * few**2) / workers, float(few + (more > 0))
+def crowd(workers: int, slots: int | None) -> float:
+    """How many times as long workers take that share so many places."""
+    return 1.0 if slots is None else max(1.0, workers / slots)
 
 
 def expose(ready: list[float], durations: list[tuple[Array, Array]], backward_s: Array) -> Array:

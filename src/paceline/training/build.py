@@ -115,6 +115,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
         notes += (describe_split(model, config.rest),)
     about = {
         "task": task.name,
+        "unit": task.unit,
         "model": config.model or type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "data": getattr(train, "about", "") or f"{type(train).__name__} of {_count(train):,} samples",

@@ -15,6 +15,8 @@ class Contract:
     """Everything that follows from the configuration, the world and the data."""
 
     task: str
+    unit: str
+    """What samples are called: images, windows."""
     model: str
     parameters: int
     data: str

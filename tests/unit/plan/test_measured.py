@@ -41,7 +41,17 @@ def test_cpu_workers_share_cores_and_gpu_workers_do_not(make_scale: Make) -> Non
     assert read_measured(make_scale()).cores is None
     cpu = {"devices": "1 CPU worker, 2 threads (4 cores, no GPU)", "backend": "gloo"}
     found = read_measured(make_scale("cpu", contract=cpu))
-    assert (found.cores, found.threads, found.slots) == (2, 2, 1)
+    assert (found.cores, found.threads, found.slots) == (4, 2, 2), "those that its workers might use, not all of the machine's"
+
+
+def test_samples_are_called_what_the_record_says(make_scale: Make, make_training: Make) -> None:
+    assert read_measured(make_scale()).unit == "images"
+    path = make_training()
+    about = json.loads((path / "environment.json").read_text())
+    for facts, unit in (({"task": "x.py", "unit": "windows"}, "windows"), ({"task": "x.py"}, "samples"), ({}, "images")):
+        contract = {**about["contract"], "task": "fashion-mnist", **facts}
+        (path / "environment.json").write_text(json.dumps({**about, "contract": contract}))
+        assert read_measured(path).unit == unit
 
 
 def test_without_buckets_ddps_usual_ones_are_assumed_and_said(make_scale: Make) -> None:

@@ -12,6 +12,7 @@ from paceline.training.contract import Contract, make_contract, plan_run
 
 ABOUT = {
     "task": "mine",
+    "unit": "images",
     "model": "cnn",
     "parameters": 1234567,
     "data": "noise",

@@ -23,6 +23,7 @@ from paceline.training.contract import Contract
 from paceline.training.observers import Printer, Recorder, Result, TensorBoard
 
 CONTRACT = Contract(
+    unit="images",
     task="mine",
     model="cnn",
     parameters=10,
