@@ -15,12 +15,21 @@ _NEVER_IN_CI = ("gpu",)  # no CI machine has one; `make test ARGS=tests/gpu` run
 _unexpected: list[str] = []
 
 
+@pytest.fixture(scope="session")
+def kept_processes() -> set[int]:
+    """Processes that serve a whole session, such as a browser: they and those below them are no leak."""
+    return set()
+
+
 @pytest.fixture(autouse=True)
-def no_leaks() -> Iterator[None]:
+def no_leaks(kept_processes: set[int]) -> Iterator[None]:
     """A test leaves no process, thread or environment variable behind."""
     environ, threads = dict(os.environ), set(threading.enumerate())
     yield
     left = children(os.getpid())
+    if left and kept_processes:  # a browser's own come and go: what ended while we looked is no leak either
+        kept = kept_processes.union(*(children(pid) for pid in kept_processes))
+        left = {pid: command for pid, command in children(os.getpid()).items() if pid in left and pid not in kept}
     assert not left, f"processes left behind: {left}"
     new = {thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon}
     assert not new, f"threads left behind: {new}"

@@ -1,4 +1,4 @@
-"""The pictures in docs/img, of real runs made for them: `make images`, about three minutes.
+"""The pictures in docs/img, of real runs made for them and of a committed scaling: `make images`, about a minute and a half.
 
     python tools/screenshots.py [--runs DIR]      # with DIR, records that are there are not made again
 
@@ -16,7 +16,8 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-IMAGES = Path(__file__).resolve().parent.parent / "docs" / "img"
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES, SCALING = ROOT / "docs" / "img", ROOT / "bench" / "results" / "scale_16_cores.json"
 CHROMIUM = "/usr/bin/chromium"
 MINI, MLP = "fashion-mnist-mini", ["--model", "mlp:width=1024", "--reference-batch", "64", "--base-lr", "0.02"]
 RUNS = {
@@ -24,7 +25,6 @@ RUNS = {
     "four-parts": ["train", MINI, "--virtual-workers", "4", "--epochs", "6", "--measure-noise"],
     "one-worker": ["train", MINI, "--epochs", "6"],
     "high-lr": ["train", MINI, "--epochs", "4", "--base-lr", "0.4"],
-    "scaling": ["scale", MINI, "--workers", "1,2,4", *MLP[:2]],
 }
 
 
@@ -33,40 +33,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", default="", metavar="DIR")
     args = parser.parse_args()
-    runs = Path(args.runs or tempfile.mkdtemp(prefix="paceline-images-"))
+    folder = Path(args.runs or tempfile.mkdtemp(prefix="paceline-images-"))
+    runs = folder / "runs"
     try:
         for name, command in RUNS.items():
             if not (runs / name).exists():
-                paceline(*command, "--name", name, "--runs-dir", str(runs))
+                paceline(folder, *command, "--name", name)
+        (runs / "scaling").mkdir(exist_ok=True)
+        shutil.copy(SCALING, runs / "scaling" / "scale.json")
         with sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-            take(browser, runs)
+            take(browser, folder)
             browser.close()
     finally:
         if not args.runs:
-            shutil.rmtree(runs)
+            shutil.rmtree(folder)
 
 
-def take(browser: Browser, runs: Path) -> None:
+def take(browser: Browser, folder: Path) -> None:
     """All pictures."""
     IMAGES.mkdir(parents=True, exist_ok=True)
-    report = runs / "all.html"
-    paceline("report", *(str(runs / name) for name in RUNS if name != "high-lr"), "--out", str(report))
-    with opened(browser, report.as_uri(), "light") as page:
+    paceline(folder, "report", "two-workers")
+    with opened(browser, (folder / "runs" / "two-workers" / "report.html").as_uri(), "light", height=1560) as page:
         page.screenshot(path=IMAGES / "report.png")
+    paceline(folder, "report", "two-workers", "scaling", "--out", "both.html")
+    with opened(browser, (folder / "both.html").as_uri(), "light") as page:
         shoot(page, "Scaling", "scaling.png")
-    with opened(browser, report.as_uri(), "dark") as page:
+    with opened(browser, (folder / "both.html").as_uri(), "dark") as page:
         shoot(page, "Timeline", "timeline.png")
-    board = subprocess.Popen(
-        [sys.executable, "-m", "paceline", "board", str(runs), "--port", "0"], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "paceline", "board", "--port", "0"]
+    board = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
     assert board.stdout is not None
     try:
         address = next(word for word in board.stdout.readline().split() if word.startswith("http"))
         with opened(browser, address, "dark") as page:
-            for name in ("two-workers", "four-parts"):
+            for name in ("one-worker", "four-parts"):
                 page.get_by_role("row", name=name).get_by_role("checkbox").check()
+            page.get_by_role("link", name="Curves").click()
             page.wait_for_timeout(1500)
+            page.evaluate("window.scrollTo(0, 0)")
             page.screenshot(path=IMAGES / "board.png")
     finally:
         board.terminate()
@@ -74,12 +79,13 @@ def take(browser: Browser, runs: Path) -> None:
 
 
 @contextmanager
-def opened(browser: Browser, address: str, theme: str) -> Iterator[Page]:
+def opened(browser: Browser, address: str, theme: str, height: int = 980) -> Iterator[Page]:
     """A page of the size that a README shows, with all its charts drawn."""
     scheme = "dark" if theme == "dark" else "light"
-    context = browser.new_context(viewport={"width": 1180, "height": 980}, color_scheme=scheme, reduced_motion="reduce")
+    context = browser.new_context(viewport={"width": 1180, "height": height}, color_scheme=scheme, reduced_motion="reduce")
     page = context.new_page()
     page.goto(address)
+    page.add_style_tag(content=".toolbar { position: static !important }")  # it would lie over what is below it
     page.wait_for_timeout(2500)
     yield page
     context.close()
@@ -93,10 +99,10 @@ def shoot(page: Page, heading: str, name: str) -> None:
     section.screenshot(path=IMAGES / name)
 
 
-def paceline(*args: str) -> None:
+def paceline(folder: Path, *args: str) -> None:
     """Run a command as a user would."""
     print("paceline", *args, flush=True)
-    subprocess.run([sys.executable, "-m", "paceline", *args], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "paceline", *args], check=True, cwd=folder, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

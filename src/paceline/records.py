@@ -194,6 +194,14 @@ def read_result(path: Path) -> dict[str, Any]:
     return result
 
 
+def unit_of(contract: Mapping[str, Any]) -> str:
+    """What a task's samples are called: as its contract says, or, in an older record, by its task."""
+    said = contract.get("unit")
+    if isinstance(said, str) and said:
+        return said[:40]
+    return "images" if str(contract.get("task") or "").startswith("fashion-mnist") else "samples"
+
+
 def environment() -> dict[str, Any]:
     """Versions, machine, command and git revision, as far as they are known without torch."""
     packages = ("paceline", "torch", "numpy", "safetensors")

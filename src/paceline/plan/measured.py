@@ -17,7 +17,7 @@ from paceline.measure.spread import deviation, mean, median
 from paceline.plan.lag import expected_lag
 from paceline.plan.links import Timing
 from paceline.plan.noise import Noise, read_noise
-from paceline.records import read_metrics
+from paceline.records import read_metrics, unit_of
 
 PARTS = ("input", "compute", "communication", "waiting", "optimizer", "other")
 
@@ -128,9 +128,7 @@ def _read_scale(path: Path) -> Measured:
     try:
         counts = sorted(found["counts"], key=lambda count: int(count["workers"]))
         points = tuple(_scale_point(count) for count in counts)
-        links = tuple(
-            Timing(workers=int(e["workers"]), bytes=int(e["bytes"]), s=_finite(e["s"])) for e in found.get("links", ())
-        )
+        links = tuple(_timing(each) for each in found.get("links", ()))
         gradient_bytes = max(int(count["gradient_bytes"]) for count in counts)
         contract = counts[0].get("contract") or {}
         buckets = _scale_buckets(counts)
@@ -146,7 +144,7 @@ def _read_scale(path: Path) -> Measured:
     return Measured(
         record=path.name,
         task=str(found.get("task", "TASK")),
-        unit=str(found.get("unit") or _unit(contract)),
+        unit=str(found.get("unit") or unit_of(contract)),
         points=points,
         gradient_bytes=gradient_bytes,
         buckets=buckets,
@@ -231,7 +229,7 @@ def _read_training(path: Path) -> Measured:
     return Measured(
         record=path.name,
         task=str(contract.get("task", "TASK")),
-        unit=_unit(contract),
+        unit=unit_of(contract),
         points=(Point(**{**vars(point), "nodes": nodes}),),
         gradient_bytes=gradient_bytes,
         buckets=_assumed_buckets(gradient_bytes),
@@ -299,12 +297,6 @@ def _done_run(rows: Sequence[Mapping[str, Any]], contract: Mapping[str, Any]) ->
     reached = f" (accuracy {last['val_accuracy']:.4f})" if isinstance(last.get("val_accuracy"), float) else ""
     about = f"the {epochs} epochs it trained at a global batch of {batch:,}{reached}"
     return Run(steps=int(last["step"]), global_batch=batch, epochs=epochs, about=about)
-
-
-def _unit(contract: Mapping[str, Any]) -> str:
-    """What samples are called; older contracts do not say."""
-    known = "images" if str(contract.get("task")).startswith("fashion-mnist") else "samples"
-    return str(contract.get("unit") or known)
 
 
 def _cores(contract: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:

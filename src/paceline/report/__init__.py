@@ -1,0 +1,1 @@
+"""Read records and show them; nothing here imports torch."""

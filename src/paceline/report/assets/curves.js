@@ -1,0 +1,239 @@
+// Curves: what runs wrote down step by step and epoch by epoch, and the tools that choose what these charts show.
+"use strict";
+(() => {
+  const {
+    state, trains, theme, lineStyle, colourPlace, safe, uid, clip, isNumber, seconds, plain, unitOf, node, key, chart, context,
+    layout,
+  } = window.Paceline;
+
+  const X_WORDS = { step: "step", epoch: "epoch", time_s: "time" };
+
+  function column(source, table, name) {
+    const columns = (source.series || {})[table] || {};
+    if (name === "epoch" && table !== "epoch" && columns.step && isNumber((source.facts || {}).steps_per_epoch)) {
+      const each = source.facts.steps_per_epoch;
+      return each > 0 ? columns.step.map((step) => (step === null ? null : step / each)) : columns.epoch;
+    }
+    return columns[name];
+  }
+
+  const has = (values) => Array.isArray(values) && values.some(isNumber);
+
+  // Every chart that the sources have data for: [{key, title, hint, lines: [[table, column, "training" | "validation" | ""]]}].
+  function chartsOf(sources) {
+    const names = new Set();
+    const skip = new Set(["step", "epoch", "time_s", "lr", "noise_scale", "loss", "gain", "samples_per_s", "epoch_time_s"]);
+    for (const source of sources) {
+      for (const name of Object.keys(source.series.step || {})) if (!skip.has(name)) names.add(name);
+      for (const name of Object.keys(source.series.epoch || {})) {
+        if (name.startsWith("val_") && name !== "val_loss") names.add(name.slice(4));
+      }
+    }
+    const both = (name) => [["step", name, "training"], ["epoch", `val_${name}`, "validation"]];
+    const unit = `${unitOf(sources)}/s`;
+    const all = [
+      { key: "loss", title: "Loss", lines: both("loss"), log: true },
+      ...[...names].sort((a, b) => (b === "accuracy") - (a === "accuracy") || (a < b ? -1 : 1))
+        .map((name) => ({ key: `m-${name}`, title: words(name), lines: both(name) })),
+      { key: "lr", title: "Learning rate", lines: [["step", "lr", ""]] },
+      {
+        key: "speed", title: unit[0].toUpperCase() + unit.slice(1),
+        lines: [["health", "samples_per_s", "while training"], ["epoch", "samples_per_s", "whole epochs"]], zero: true,
+      },
+      {
+        key: "noise", title: "Noise scale", note: "samples a step beyond which more workers help less",
+        lines: [["step", "noise_scale", ""]],
+      },
+      { key: "gain", title: "AdaScale's gain", lines: [["step", "gain", ""]] },
+      { key: "lag", title: "Slowest worker's lag", unit: "ms", by: 1e3, lines: [["health", "lag_s", ""]], zero: true },
+    ];
+    const drawn = ([table, name]) => sources.some((source) => has(column(source, table, name)));
+    const late = (source) => (column(source, "health", "lag_s") || []).some((value) => value > 0); // one worker waits for nobody
+    return all
+      .map((chart) => ({ ...chart, lines: chart.lines.filter(drawn) }))
+      .filter((chart) => chart.lines.length && (chart.key !== "lag" || sources.some(late)));
+  }
+
+  const words = (name) => (name.charAt(0).toUpperCase() + name.slice(1)).replace(/_/g, " ");
+
+  // The axis that x values are on: its words, and what seconds are divided by.
+  function xAxis(sources, x) {
+    if (x !== "time_s") return { title: X_WORDS[x], by: 1 };
+    let most = 0;
+    for (const source of sources) {
+      for (const table of ["step", "epoch"]) {
+        for (const value of column(source, table, "time_s") || []) if (value > most) most = value;
+      }
+    }
+    if (most > 4 * 3600) return { title: "time (h)", by: 3600 };
+    return most > 300 ? { title: "time (min)", by: 60 } : { title: "time (s)", by: 1 };
+  }
+
+  function isWide(chart, sources) {
+    let low = Infinity, high = 0;
+    for (const source of sources) {
+      for (const [table, name] of chart.lines) {
+        for (const value of column(source, table, name) || []) {
+          if (value > 0) { low = Math.min(low, value); high = Math.max(high, value); }
+        }
+      }
+    }
+    return high / low > 100;
+  }
+
+  function curveFigure(chart, sources, context) {
+    const { look, x } = context;
+    const axis = xAxis(sources, x), shown = sources.filter((source) => !context.hidden.has(source.id)), data = [];
+    const two = chart.lines.length > 1;
+    for (const source of shown) {
+      const style = lineStyle(context.colour(source.id), look.theme);
+      for (const [table, name, what] of chart.lines) {
+        const xs = column(source, table, x), ys = column(source, table, name);
+        if (!has(ys) || !has(xs)) continue;
+        const points = table === "epoch" || ys.filter(isNumber).length < 3;
+        const label = [
+          sources.length > 1 ? clip(source.name, 40) : "", two || sources.length === 1 ? what || chart.title : "",
+        ].filter(Boolean).join(", ");
+        data.push({
+          type: "scatter", mode: points ? "lines+markers" : "lines", name: safe(label),
+          uid: uid(`run${context.colour(source.id)}`, table, name),
+          x: axis.by === 1 ? xs : xs.map((value) => (value === null ? null : value / axis.by)),
+          y: chart.by ? ys.map((value) => (value === null ? null : value * chart.by)) : ys,
+          line: { color: style.color, dash: points && two ? "dot" : style.dash, width: points && two ? 1.4 : 1.8 },
+          marker: { size: 7, color: style.color },
+          hovertemplate: `${safe(label)}: %{y:,.5~g}${chart.unit ? " " + chart.unit : ""}<extra></extra>`,
+        });
+      }
+    }
+    const ticks = x === "time_s" ? "" : ",.10~g";
+    return {
+      data,
+      layout: layout(look, {
+        hovermode: data.length <= 12 ? "x unified" : "closest", uirevision: `${chart.key} ${x} ${context.log}`,
+        xaxis: {
+          title: { text: axis.title }, tickformat: ticks, hoverformat: ",.5~g", rangemode: "tozero",
+          unifiedhovertitle: { text: `${axis.title} %{x:,.4~r}` }, nticks: look.narrow ? 5 : 9,
+        },
+        yaxis: {
+          type: context.log ? "log" : "linear", rangemode: chart.zero && !context.log ? "tozero" : "normal",
+          title: { text: chart.unit || "" }, tickformat: context.log ? "~g" : ",.6~g", nticks: 7,
+        },
+      }),
+    };
+  }
+
+  function curveTable(chart, sources, context) {
+    const rows = [];
+    for (const source of sources) {
+      if (context.hidden.has(source.id)) continue;
+      for (const [table, name, what] of chart.lines) {
+        const ys = column(source, table, name) || [], indices = ys.map((_, index) => index).filter((index) => isNumber(ys[index]));
+        const every = Math.max(1, Math.ceil(indices.length / 60));
+        indices.filter((_, place) => place % every === 0 || place === indices.length - 1).forEach((index) => {
+          const at = (axis) => (column(source, table, axis) || [])[index];
+          rows.push([
+            source.name, what || chart.title, plain(at("step")), plain(at("epoch")),
+            isNumber(at("time_s")) ? seconds(at("time_s")) : "–", plain(chart.by ? ys[index] * chart.by : ys[index]),
+          ]);
+        });
+      }
+    }
+    return {
+      head: ["run", "what", "step", "epoch", "time", chart.unit ? `${chart.title} (${chart.unit})` : chart.title], rows, numbers: 2,
+    };
+  }
+
+  function curveLabel(chart, sources, context) {
+    const said = [];
+    for (const source of sources) {
+      if (context.hidden.has(source.id)) continue;
+      const line = chart.lines.find(([table, name]) => has(column(source, table, name)));
+      if (!line) continue;
+      const ys = column(source, line[0], line[1]).filter(isNumber), by = chart.by || 1;
+      said.push(`${source.name}: from ${plain(ys[0] * by)} to ${plain(ys[ys.length - 1] * by)}`);
+    }
+    return `Chart: ${chart.title} against ${X_WORDS[context.x]}. ${said.slice(0, 6).join("; ")}.`;
+  }
+
+  function toolbar(sources) {
+    const runs = trains(sources);
+    if (!chartsOf(runs).length) return [];
+    const axes = [["step", "steps"], ["epoch", "epochs"], ["time_s", "time"]];
+    const items = [
+      {
+        key: "x", sign: state.x,
+        make: () => node(
+          "div", { role: "group", "aria-label": "The charts' x axis" }, node("span", { class: "label" }, "Against"),
+          node(
+            "span", { class: "switch" },
+            ...axes.map(([x, word]) => node(
+              "button",
+              {
+                type: "button", "aria-pressed": String(state.x === x), "data-focus": `x ${x}`, "data-x": x,
+                onclick: () => { state.x = x; window.Paceline.redraw(); },
+              },
+              word,
+            )),
+          ),
+        ),
+      },
+    ];
+    if (runs.length > 1) {
+      items.push({
+        key: "runs", sign: [runs.map((run) => [run.id, run.name, state.hidden.has(run.id), colourPlace(run.id)]), theme()],
+        make: () => node(
+          "div", { class: "chips", role: "group", "aria-label": "Runs shown" },
+          ...runs.map((run) => node(
+            "button",
+            {
+              type: "button", class: "chip", "aria-pressed": String(!state.hidden.has(run.id)), "data-focus": `run ${run.id}`,
+              title: run.name,
+              onclick: () => {
+                state.hidden.has(run.id) ? state.hidden.delete(run.id) : state.hidden.add(run.id);
+                window.Paceline.redraw();
+              },
+            },
+            key(run.id), node("span", {}, run.name),
+          )),
+        ),
+      });
+    }
+    return items;
+  }
+
+  function curves(sources) {
+    const runs = trains(sources);
+    return chartsOf(runs).map((each) => {
+      const wide = each.log && isWide(each, runs), log = state.log.has(each.key) ? state.log.get(each.key) : wide;
+      const seen = each.lines.map((line) => line[2]).filter(Boolean),
+        hint = seen.length > 1
+          ? `line: ${seen[0]}; dots: ${seen[1]}` : seen[0] === "validation" || seen[0] === "training" ? seen[0] : each.note || "";
+      const tools = each.log
+        ? [
+          {
+            sign: log,
+            make: () => node(
+              "button",
+              {
+                type: "button", class: "button", "aria-pressed": String(Boolean(log)), "data-focus": `${each.key} log`,
+                onclick: () => { state.log.set(each.key, !log); window.Paceline.redraw(); },
+              },
+              log ? "Linear scale" : "Log scale",
+            ),
+          },
+        ]
+        : [];
+      const own = (plot) => ({ ...plot, log });
+      return chart({
+        key: each.key, title: each.title + (each.unit ? ` (${each.unit})` : ""),
+        hint: log ? [hint, "log scale"].filter(Boolean).join("; ") : hint, tools,
+        figure: (plot) => curveFigure(each, runs, own(plot)), label: () => curveLabel(each, runs, context()),
+        rows: () => curveTable(each, runs, context()),
+      });
+    });
+  }
+
+  window.Paceline.sections.tools = { title: "", make: toolbar };
+  window.Paceline.sections.curves = { title: "Curves", grid: true, make: curves };
+  Object.assign(window.Paceline, { column, xAxis });
+})();

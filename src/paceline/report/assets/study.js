@@ -1,0 +1,146 @@
+// Studies, arm by arm with their verdicts, and the loss surface around a model.
+"use strict";
+(() => {
+  const { visible, lineStyle, safe, clip, isNumber, plain, time, node, table, chart, layout } = window.Paceline;
+
+  function studyFigure(study, context) {
+    const { look } = context, arms = study.arms.filter((arm) => arm.values.length),
+      seeds = arms.flatMap((arm, index) => arm.values.map((value) => [value, index]));
+    const tones = {
+      better: look.good, equal: look.good, "no worse": look.good, worse: look.bad, undecided: look.warn, reference: look.ink,
+    }, colours = arms.map((arm) => tones[arm.verdict] || look.soft);
+    const data = [
+      ...arms.map((arm, index) => ({
+        type: "scatter", mode: "markers", uid: `mean${index}`, x: [arm.mean], y: [index],
+        marker: { size: 13, symbol: "line-ns-open", color: colours[index], line: { width: 3, color: colours[index] } },
+        error_x: { type: "data", array: [arm.sd || 0], visible: Boolean(arm.sd), color: colours[index], thickness: 2, width: 5 },
+        hovertemplate: `<b>${safe(clip(arm.name, 60))}</b><br>${safe(study.metric)} ${safe(arm.spread)}<br>${safe(arm.verdict)}<extra></extra>`,
+      })),
+      {
+        type: "scatter", mode: "markers", uid: "seeds", x: seeds.map(([value]) => value), y: seeds.map(([, index]) => index),
+        marker: { size: 6, color: look.card, line: { width: 1.5, color: lineStyle(0, look.theme).color } },
+        hovertemplate: "one seed: %{x:.4f}<extra></extra>",
+      },
+    ];
+    const mean = study.reference_mean, across = { layer: "below", yref: "paper", y0: 0, y1: 1 };
+    const shapes = isNumber(mean)
+      ? [
+        {
+          ...across, type: "rect", x0: mean - study.margin, x1: mean + study.margin, fillcolor: look.accentSoft, line: { width: 0 },
+        },
+        { ...across, type: "line", x0: mean, x1: mean, line: { color: look.soft, width: 1, dash: "dash" } },
+      ]
+      : [];
+    const verdicts = [
+      ["better, equal or no worse", look.good], ["undecided", look.warn], ["worse", look.bad], ["no verdict", look.soft],
+    ].filter(([, colour]) => colours.includes(colour));
+    return {
+      height: 58 + 24 * arms.length, data,
+      keys: [
+        { name: "one seed", color: lineStyle(0, look.theme).color, mark: "ring" },
+        { name: "mean ± sd:", color: look.ink, mark: "tick" }, ...verdicts.map(([name, color]) => ({ name, color, mark: "tick" })),
+      ],
+      layout: layout(
+        look,
+        {
+          hovermode: "closest", shapes, uirevision: "study", margin: { l: 48, r: 16, t: 4, b: 40 },
+          xaxis: { title: { text: safe(study.metric) }, tickformat: ".5~g" },
+          yaxis: {
+            tickvals: arms.map((_, index) => index), ticktext: arms.map((arm) => safe(clip(arm.name, look.narrow ? 16 : 44))),
+            range: [arms.length - 0.4, -0.6], fixedrange: true, tickfont: { size: 11 },
+          },
+        },
+      ),
+    };
+  }
+
+  function landscapeFigure(landscape, context) {
+    const { look } = context, all = landscape.loss.flat().filter((value) => isNumber(value) && value > 0);
+    const least = all.reduce((a, b) => Math.min(a, b), Infinity), most = all.reduce((a, b) => Math.max(a, b), 0),
+      log = most / least > 30;
+    const z = landscape.loss.map((row) => row.map((value) => (log ? (value > 0 ? Math.log10(value) : null) : value)));
+    const ends = log ? [Math.log10(least), Math.log10(most)] : null;
+    const ticks = log ? Array.from({ length: 6 }, (_, index) => ends[0] + ((ends[1] - ends[0]) * index) / 5) : undefined;
+    return {
+      height: Math.min(520, 0.8 * look.width + 60), width: 640,
+      data: [
+        {
+          type: "contour", x: landscape.x, y: landscape.y, z, colorscale: "Viridis", ncontours: 24,
+          line: { width: 0.5, color: "rgba(255,255,255,.35)" },
+          colorbar: {
+            title: { text: log ? "loss (log)" : "loss", font: { color: look.soft } }, thickness: 12, outlinewidth: 0,
+            tickvals: ticks, ticktext: ticks && ticks.map((tick) => plain(+(10 ** tick).toPrecision(2))),
+            tickfont: { color: look.ink },
+          },
+          customdata: landscape.loss, hovertemplate: "x %{x:.3~g}, y %{y:.3~g}: loss %{customdata:.4~g}<extra></extra>",
+        },
+      ],
+      layout: layout(
+        look,
+        {
+          hovermode: "closest", uirevision: "landscape", xaxis: { title: { text: "first direction" }, constrain: "domain" },
+          yaxis: { title: { text: "second direction" }, scaleanchor: "x", constrain: "domain" },
+        },
+      ),
+    };
+  }
+
+  function study(sources) {
+    const items = [];
+    for (const source of sources) {
+      const found = source.study;
+      if (!found) continue;
+      const title = found.name || source.name,
+        tones = { better: "good", equal: "good", "no worse": "good", worse: "bad", undecided: "warn" };
+      if (found.about || found.note) {
+        items.push({
+          key: `about ${source.id}`, sign: [found.about, found.note],
+          make: () => node("p", { class: "text" }, [found.about, found.note].filter(Boolean).join(" ")),
+        });
+      }
+      const ended = found.arms.filter((arm) => arm.values.length);
+      if (ended.length) {
+        items.push(chart({
+          key: `chart ${source.id}`, title: `${title}: ${found.metric} by arm`,
+          hint: `band: ${found.reference} ± ${plain(found.margin)}, what counts as equal`, wide: true,
+          height: 58 + 24 * ended.length, figure: (plot) => studyFigure(found, plot),
+          label: () => `Chart: ${found.metric} by arm. ${ended.map((arm) => `${arm.name} ${arm.spread}`).join("; ")}.`,
+        }));
+      }
+      items.push({ key: `table ${source.id}`, sign: found, make: () => {
+        const timed = found.target !== null,
+          head = [
+            "arm", `${found.metric}, mean ± sd (n)`, "verdict", `against ${found.reference}`, "failed",
+            ...(timed ? [`median time to ${found.target}`] : []), "global batch", "V", "peak lr",
+          ];
+        const verdict = (arm) => node(
+          "span", {}, node("span", { class: `badge ${tones[arm.verdict] || ""}` }, arm.verdict),
+          arm.why ? node("span", { class: "soft" }, ` ${arm.why}`) : "",
+        );
+        const typical = (arm) => (isNumber(arm.time_to_target_s) ? time(arm.time_to_target_s) : "–");
+        const reached = (arm) => `${typical(arm)} (${arm.reached} of ${arm.runs})`;
+        const rows = found.arms.map((arm) => [
+          arm.name, arm.spread, verdict(arm), arm.difference || "–", String(arm.failed), ...(timed ? [reached(arm)] : []),
+          plain(arm.global_batch), plain(arm.virtual_workers), plain(arm.peak_lr),
+        ]);
+        const box = table({ head, rows, numbers: 1, caption: `${title}: arms and verdicts` });
+        box.querySelectorAll("tr > :nth-child(3)").forEach((cell) => cell.classList.replace("num", "nowrap"));
+        box.querySelectorAll("tbody th").forEach((cell) => cell.classList.add("long"));
+        return node("div", { class: "card" }, box, node("p", { class: "text soft" }, found.legend));
+      } });
+    }
+    return items;
+  }
+
+  function landscape(sources) {
+    return visible(sources).filter((source) => source.landscape).map((source) => chart({
+      key: `landscape ${source.id}`, title: sources.length > 1 ? source.name : "Loss around the model",
+      hint: source.landscape.about, wide: visible(sources).filter((each) => each.landscape).length === 1, height: 460,
+      figure: (plot) => landscapeFigure(source.landscape, plot),
+      label: () => `Chart: contours of the loss. ${source.landscape.about}`,
+    }));
+  }
+
+  window.Paceline.sections.study = { title: "Study", make: study };
+  window.Paceline.sections.landscape = { title: "Loss surface", grid: true, make: landscape };
+})();

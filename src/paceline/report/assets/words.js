@@ -1,0 +1,43 @@
+// Numbers and names as words. Text from records goes through safe() before plotly has it, which reads some HTML in labels.
+"use strict";
+(() => {
+  const safe = (text) =>
+    String(text)
+      .replace(/&/g, "&amp;")
+      .replace(/</g, "&lt;")
+      .replace(/>/g, "&gt;")
+      .replace(/\{/g, "&#123;")
+      .replace(/\$/g, "&#36;");
+  // What plotly knows a trace by over redraws. It becomes part of a selector, so it is letters and digits.
+  const uid = (...parts) => parts.join("-").replace(/[^\w-]/g, (character) => `_${character.codePointAt(0)}`);
+  const clip = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
+  const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+  const seconds = (s) => (
+    s === 0
+      ? "0 s" : s >= 1 ? `${+s.toPrecision(3)} s` : s >= 1e-3 ? `${+(s * 1e3).toPrecision(3)} ms`
+      : `${+(s * 1e6).toPrecision(3)} µs`
+  );
+  const bytes = (n) => (
+    n >= 2 ** 30
+      ? `${+(n / 2 ** 30).toPrecision(3)} GiB` : n >= 2 ** 20 ? `${+(n / 2 ** 20).toPrecision(3)} MiB` : n >= 1024
+      ? `${+(n / 1024).toPrecision(3)} KiB` : `${n} B`
+  );
+  const commas = (n) => n.toLocaleString("en-GB", { maximumFractionDigits: Math.abs(n) < 100 ? 2 : 0 });
+  const plain = (n) => (
+    !isNumber(n)
+      ? "–" : n === 0 ? "0" : Math.abs(n) >= 1e4 || (Number.isInteger(n) && Math.abs(n) >= 1e3) ? commas(n) : Math.abs(n) < 1e-4
+      ? n.toExponential(2) : String(+n.toPrecision(5))
+  );
+  const time = (s) => (
+    !isNumber(s)
+      ? "–" : s < 1 ? seconds(s) : s < 60 ? `${s.toFixed(1)} s` : s < 3600 ? `${Math.floor(s / 60)} min ${Math.round(s % 60)} s`
+      : `${Math.floor(s / 3600)} h ${Math.round((s % 3600) / 60)} min`
+  );
+  // What the samples of these runs are called: "samples" where they differ.
+  const unitOf = (sources) => {
+    const all = new Set(sources.map((source) => source.unit || "samples"));
+    return all.size === 1 ? [...all][0] : "samples";
+  };
+
+  Object.assign(window.Paceline, { safe, uid, clip, isNumber, seconds, bytes, commas, plain, time, unitOf });
+})();

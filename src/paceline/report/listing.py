@@ -1,0 +1,277 @@
+"""Which records a folder holds, and what changed since somebody last looked: for the board.
+
+A look costs little when little changes. A folder's own time says whether names in it changed, so that names are listed anew
+only then; summaries are kept by the times and sizes of the files they came from; runs that train, or changed of late, are
+looked at each time, the others in turn, an eighth of them a time. Of a metrics.jsonl that somebody follows only appended bytes
+are read.
+
+Nothing here writes. Links are not followed where they lead out of the folder: folders that are links are left out (what they
+lead to inside is listed by itself), and a record whose files lead elsewhere is listed but not read.
+"""
+
+import json
+import math
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.report.read import read_summary
+
+MARKS = frozenset(
+    {
+        *("metrics.jsonl", "environment.json", "config.toml", "result.json", "course.csv", "timeline.json", "landscape.json"),
+        *("scale.json", "study.json", "results.json"),
+    }
+)
+"""Files that make a folder a record."""
+
+Summary = dict[str, Any]
+
+
+class Listing:
+    """The records in a folder and one level below. `look` brings it up to date; any thread may call it."""
+
+    def __init__(self, root: Path, read: Callable[[Path], Mapping[str, Any]] = read_summary) -> None:
+        self.root = root.resolve()
+        self.version = 0
+        """Grows with every change that `changes` tells about."""
+        self.pending = 0
+        """How many records are known but not read yet."""
+        self._read = read
+        self._folders = {".": _Folder(id=".", path=self.root, depth=0)}
+        self._removed: dict[str, int] = {}
+        self._unread: set[str] = set()
+        self._turn = 0
+        self._lock = threading.Lock()  # whoever asked for a look may be gone before it ends, and another ask for the next
+
+    def look(self, *, everything: bool = False, budget_s: float = 1.0) -> None:
+        """See what changed. Stops reading when the budget is used: `pending` says how many records wait for the next look."""
+        with self._lock:
+            self._look(everything, time.monotonic() + budget_s)
+
+    def changes(self, since: int = 0) -> dict[str, Any]:
+        """What is new after a version: records that changed and those that went. After version 0 it is all there is."""
+        with self._lock:
+            known = [folder for folder in self._folders.values() if folder.summary is not None]
+            return {
+                "version": self.version,
+                "pending": self.pending,
+                "changed": [folder.summary for folder in known if folder.version > since],
+                "removed": [id for id, version in self._removed.items() if version > since] if since else [],
+            }
+
+    def path(self, id: str) -> Path | None:
+        """A listed record's folder. What is not listed yet, or leads elsewhere, has none, whatever its name says."""
+        folder = self._folders.get(id)
+        return folder.path if folder and folder.summary is not None and not folder.refused else None
+
+    def marks(self, id: str) -> tuple[Any, ...]:
+        """The times and sizes of a record's files but for metrics.jsonl: a change says that more than rows is new."""
+        folder = self._folders.get(id)
+        return tuple(mark for mark in folder.marks if mark[0] != "metrics.jsonl") if folder else ()
+
+    def _look(self, everything: bool, end: float) -> None:
+        self._turn += 1
+        for number, folder in enumerate(list(self._folders.values())):
+            due = everything or number % _TURNS == self._turn % _TURNS or folder.is_lively()
+            if due and self._folders.get(folder.id) is folder:  # not removed by the look at the folder above it
+                self._look_at(folder)
+        version = self.version + 1
+        newest_first = sorted(self._unread, key=lambda id: self._folders[id].mtime_ns, reverse=True)
+        for done, id in enumerate(newest_first):
+            if done and time.monotonic() > end:
+                break
+            self._unread.discard(id)
+            folder = self._folders[id]
+            summary = self._summary(folder)
+            if summary != folder.summary:
+                folder.summary, folder.version, self.version = summary, version, version
+        self.pending = len(self._unread)
+
+    def _look_at(self, folder: "_Folder") -> None:
+        try:
+            changed, names = folder.look()
+        except OSError:  # gone, or not ours to see
+            self._remove(folder.id)
+            return
+        asks_again = folder.is_running() and self._turn % _RUNNING_TURNS == 0  # a killed run changes no file: its lock is gone
+        if changed or asks_again:
+            self._unread.add(folder.id)
+        if not folder.marks:
+            self._unread.discard(folder.id)
+            self._forget(folder)
+        if names is not None and folder.may_hold_records():
+            self._adopt(folder, names)
+
+    def _adopt(self, folder: "_Folder", names: set[str]) -> None:
+        """Know the folders in a folder: look at new ones, forget those that went."""
+        prefix = "" if folder.depth == 0 else f"{folder.id}/"
+        for id in [child for child in folder.children if child.rpartition("/")[2] not in names]:
+            self._remove(id)
+        folder.children = {prefix + name for name in names}
+        for id in folder.children - self._folders.keys():
+            child = _Folder(id=id, path=self.root / id, depth=folder.depth + 1)
+            self._folders[id] = child
+            self._look_at(child)
+
+    def _remove(self, id: str) -> None:
+        folder = self._folders.get(id)
+        if folder is None:
+            return
+        for child in list(folder.children):
+            self._remove(child)
+        self._forget(folder)
+        self._unread.discard(id)
+        if folder.depth:  # the root may come back
+            del self._folders[id]
+
+    def _forget(self, folder: "_Folder") -> None:
+        if folder.summary is not None:
+            folder.summary = None
+            self.version += 1
+            self._removed[folder.id] = self.version
+
+    def _summary(self, folder: "_Folder") -> Summary:
+        """A summary, whatever the record is like: one that cannot be read must not hide the others."""
+        self._removed.pop(folder.id, None)
+        about: Summary = {"id": folder.id, "name": folder.id if folder.depth else folder.path.name}
+        try:
+            folder.refused = _leads_elsewhere(folder.path, [mark[0] for mark in folder.marks], self.root)
+            if not folder.refused:
+                return {**self._read(folder.path), **about}
+            note = folder.refused
+        except Exception as error:
+            note = f"cannot be read: {type(error).__name__}: {error}"
+        return {**about, "status": "unreadable", "kind": "run", "note": note}
+
+
+class Tail:
+    """What is appended to a metrics.jsonl, from its end as it is when the tail is made."""
+
+    def __init__(self, record: Path) -> None:
+        self._path = record / "metrics.jsonl"
+        self._inode, self.end = self._start()
+
+    def read(self) -> list[tuple[int, dict[str, Any]]] | None:
+        """The rows appended since, each with where it ends. None: the file is another one now, or rows were taken back."""
+        try:
+            with self._path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                if about.st_ino != self._inode or about.st_size < self.end:
+                    self._inode, self.end = self._start()
+                    return None
+                if about.st_size == self.end:
+                    return []
+                file.seek(self.end)
+                text = file.read(_MOST_BYTES)
+        except OSError:
+            return []
+        rows = []
+        for line in text[: text.rfind(b"\n") + 1].splitlines(keepends=True):  # half a row waits for its other half
+            self.end += len(line)
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                rows.append((self.end, row))
+        return None if any(row.get("kind") == "resume" for _, row in rows) else rows
+
+    def _start(self) -> tuple[int, int]:
+        """The file's inode, and the end of its last whole row."""
+        try:
+            with self._path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                block = max(0, about.st_size - _LONGEST_ROW)
+                file.seek(block)
+                last = file.read(_LONGEST_ROW).rfind(b"\n")
+        except OSError:
+            return 0, 0
+        return about.st_ino, block + last + 1 if last >= 0 else 0
+
+
+_TURNS = 8  # looks until every record was looked at, whatever it seemed to do: 4 s at two looks a second
+_RUNNING_TURNS = 4
+_LIVELY_S = 60.0
+_SETTLED_NS = 2_000_000_000  # a folder changed within the clock's grain of a look may change again under the same time
+_MOST_BYTES = 4 << 20  # of appended rows in one look
+_LONGEST_ROW = 1 << 16
+_STUDIES = frozenset(("study.json", "results.json"))
+
+
+@dataclass
+class _Folder:
+    """A folder that is a record, holds some, or neither."""
+
+    id: str
+    path: Path
+    depth: int
+    marks: tuple[tuple[str, int, int], ...] = ()
+    """Of each file that makes it a record: name, time, size."""
+    mtime_ns: int = -1
+    children: set[str] = field(default_factory=set)
+    summary: Summary | None = None
+    version: int = 0
+    refused: str = ""
+    """Why it is not read."""
+    _settled: bool = False
+    _changed: float = -math.inf
+
+    def is_running(self) -> bool:
+        return self.summary is not None and self.summary.get("status") == "running"
+
+    def is_lively(self) -> bool:
+        return self.depth == 0 or bool(self.children) or self.is_running() or time.monotonic() - self._changed < _LIVELY_S
+
+    def may_hold_records(self) -> bool:
+        """The root does, and so do a study's folder and one that is no record itself."""
+        names = {mark[0] for mark in self.marks}
+        return self.depth == 0 or (self.depth == 1 and (not names or bool(names & _STUDIES)))
+
+    def look(self) -> tuple[bool, set[str] | None]:
+        """Whether its files changed; and the folders in it, or None where names are as they were."""
+        about, first = os.stat(self.path), self.mtime_ns < 0
+        if about.st_mtime_ns == self.mtime_ns and self._settled:
+            found, names = _marks(self.path, [mark[0] for mark in self.marks]), None
+        else:
+            self.mtime_ns, self._settled = about.st_mtime_ns, time.time_ns() - about.st_mtime_ns > _SETTLED_NS
+            with os.scandir(self.path) as entries:
+                seen = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+            names = {name for name, is_folder in seen if is_folder and not name.startswith(".")}
+            found = _marks(self.path, sorted(name for name, _ in seen if name in MARKS))
+        changed = found != self.marks
+        newest = max([self.mtime_ns, *(mark[1] for mark in found)])
+        if time.time_ns() - newest < _LIVELY_S * 1e9 if first else changed:
+            self._changed = time.monotonic()
+        self.marks = found
+        return changed, names
+
+
+def _marks(folder: Path, names: list[str]) -> tuple[tuple[str, int, int], ...]:
+    found = []
+    for name in names:
+        try:
+            about = os.stat(f"{folder}/{name}")  # a Path would take longer than the question
+        except OSError:
+            continue
+        found.append((name, about.st_mtime_ns, about.st_size))
+    return tuple(found)
+
+
+def _leads_elsewhere(record: Path, names: list[str], root: Path) -> str:
+    """Why a record's files are not for reading, or "". Opening a pipe would wait for its writer for ever."""
+    for name in names:
+        path = record / name
+        about = os.lstat(path)
+        if stat.S_ISLNK(about.st_mode):
+            if not path.resolve().is_relative_to(root):
+                return f"not read: {name} is a link that leads out of the board's folder"
+            about = os.stat(path)
+        if not stat.S_ISREG(about.st_mode):
+            return f"not read: {name} is no ordinary file"
+    return ""

@@ -1,0 +1,162 @@
+"""`paceline report`: records, measurements and studies as one HTML page that holds everything it shows.
+
+The page is a template, a style and the scripts from `assets/`, plotly's own script, and the sources as JSON. Nothing from a
+record can become markup: the JSON has no `<`, `>` or `&` in it, and the page's script sets text as text. Its policy lets it
+load nothing.
+"""
+
+import difflib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from paceline import __version__
+from paceline.errors import PacelineError, RecordError, UsageError
+from paceline.report.read import STUDY_FILES, find_sources, kind_of, read_source
+from paceline.report.summary import headline
+
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:;"
+    " base-uri 'none'; form-action 'none'"
+)
+"""What a page from a file may do: run what is in it, and load nothing."""
+
+SCRIPTS = (
+    *("state.js", "words.js", "nodes.js", "charts.js"),  # what is shown, words, elements, cards with a chart
+    *("curves.js", "steps.js", "scaling.js", "timeline.js", "study.js", "overview.js"),  # a page's sections
+    "page.js",
+)
+"""The page's scripts, in the order they need each other: within a page from a file, and on the board."""
+
+
+def report_verb(records: Sequence[str], *, out: str = "", runs_dir: str = "runs") -> int:
+    """What the command line calls: records, studies and results by path or by name under runs_dir; none means the newest."""
+    paths = [find_record(name, Path(runs_dir)) for name in records] or [_newest(Path(runs_dir))]
+    where = write_report(paths, Path(out) if out else _beside(paths, Path(runs_dir)))
+    print(f"report in {where}")
+    return 0
+
+
+def write_report(paths: Sequence[Path], out: Path) -> Path:
+    """Write the page about these records to a file, complete or not at all; returns where it is."""
+    out = out / "report.html" if out.is_dir() else out
+    text = render([read_source(path) for path in dict.fromkeys(paths)])
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, out)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise RecordError(f"cannot write the report to {out}: {error.strerror or error}; choose another --out") from error
+    return out
+
+
+def render(sources: Sequence[Mapping[str, Any]]) -> str:
+    """The page about these sources as HTML."""
+    from jinja2 import Environment
+
+    template = Environment(autoescape=True, keep_trailing_newline=True).from_string(asset("page.html"))
+    heading = str(sources[0]["name"]) if len(sources) == 1 else f"{len(sources)} records" if sources else "No records"
+    return template.render(
+        title=f"{heading} · Paceline",
+        heading=heading,
+        headline=headline(sources),
+        version=__version__,
+        made=datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC"),
+        policy=POLICY,
+        style=asset("page.css"),
+        plotly=plotly(),
+        script="\n".join(_inline(asset(name)) for name in SCRIPTS),
+        data=embed(list(sources)),
+    )
+
+
+def embed(value: Any) -> str:
+    """A value as JSON that is safe within a script element: no record can end the element or begin another."""
+    text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text.encode("utf-8", "replace").decode()  # a name that is no text has lone surrogates
+
+
+def find_record(name: str, runs_dir: Path) -> Path:
+    """The record, study or results that a user means: a path, or a name under runs_dir. A UsageError names the nearest."""
+    for path in (Path(name), runs_dir / name):
+        if path.exists() and name:
+            return path
+    known = [path.name for path in find_sources(runs_dir)]
+    near = difflib.get_close_matches(Path(name).name, known, n=3, cutoff=0.5)
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
+    else:
+        some = ", ".join(known[-5:][::-1])
+        hint = f"the newest there: {some}" if known else f"{runs_dir} holds none; paceline train makes one"
+    raise UsageError(f"no record {name!r}, neither here nor in {runs_dir}: {hint}")
+
+
+def asset(name: str) -> str:
+    """A file of the page."""
+    return (files("paceline.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+@cache
+def plotly() -> str:
+    """plotly's script, from its package; the package itself is not imported, which would take half a second."""
+    found = find_spec("plotly")
+    folders = found.submodule_search_locations if found else None
+    path = Path(next(iter(folders))) / "package_data" / "plotly.min.js" if folders else None
+    if path is None or not path.is_file():
+        raise PacelineError("plotly's script is not installed here: pip install plotly")
+    return _inline(path.read_text(encoding="utf-8"))
+
+
+def _newest(runs_dir: Path) -> Path:
+    found = find_sources(runs_dir)
+    if not found:
+        raise UsageError(f"{runs_dir} holds no record to report on: name one, or make one with paceline train")
+    return found[-1]
+
+
+def _beside(paths: Sequence[Path], runs_dir: Path) -> Path:
+    """Where a report goes: into its record; for several, or results that lie among others, to runs_dir."""
+    if len(set(paths)) > 1:
+        return runs_dir / "report.html"
+    path = paths[0]
+    if path.is_dir():
+        return path / "report.html"
+    inside = path.name in STUDY_FILES or kind_of(path.parent) != "unknown"
+    return path.parent / "report.html" if inside else runs_dir / f"report-{path.stem}.html"
+
+
+def _inline(script: str) -> str:
+    """A script that may stand in a script element: nothing in it ends the element."""
+    return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(inner) for name, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _umask() -> int:
+    """What new files' permissions leave out; it can only be read by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

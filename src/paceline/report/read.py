@@ -1,0 +1,373 @@
+"""A record, a scale record or a study as one JSON-able dict: what the page and the board show.
+
+Records come from runs that were killed, disks that were full and programs that are not ours. So nothing here raises: what
+cannot be read is said in `problems`, and the rest is shown. Nothing here writes, not even a lock file.
+"""
+
+import errno
+import fcntl
+import json
+import os
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.measure.results import read_results
+from paceline.records import unit_of
+from paceline.report.facts import contract_lines, environment_lines
+from paceline.report.series import Columns, Metrics, number, read_metrics_columns, short, text, thin
+from paceline.report.summary import sentence, tone
+from paceline.report.tables import PARTS, view_landscape, view_scale, view_study
+from paceline.report.timeline import view_timeline
+
+STUDY_FILES = ("study.json", "results.json")
+"""What a study's folder has its results in."""
+
+_OF_A_RECORD = (
+    "metrics.jsonl",
+    "environment.json",
+    "result.json",
+    "config.toml",
+    "timeline.json",
+    "landscape.json",
+    "course.csv",
+)
+_MOST_BYTES = 200_000_000  # of a JSON file that is read whole
+_TAIL_BYTES = 8_192  # of metrics.jsonl, for a run whose end is not written down: the last few rows
+
+
+def read_source(path: Path) -> dict[str, Any]:
+    """Everything a page shows of a folder or a file. `problems` says what is missing or broken; it never raises."""
+    path = _folder_of(path)
+    source: dict[str, Any] = {
+        "id": str(path),
+        "name": text(path.stem if path.is_file() else path.resolve().name, 200) or str(path),
+        "kind": kind_of(path),
+        "path": str(path),
+        "status": "unknown",
+        "why": "",
+        "when": None,
+        "contract": [],
+        "facts": {},
+        "unit": "samples",
+        "environment": {},
+        "last": {},
+        "series": {"step": {}, "epoch": {}, "health": {}},
+        **dict.fromkeys(("where", "scale", "timeline", "study", "landscape")),
+        "notes": [],
+        "problems": [],
+    }
+    fill = {"train": _fill_train, "scale": _fill_scale, "study": _fill_study}.get(source["kind"], _fill_unknown)
+    try:
+        fill(source, path)
+    except Exception as error:  # a record nobody thought of must not take the other runs' page with it
+        source["problems"].append(f"cannot be read: {type(error).__name__}: {text(str(error), 300)}")
+    try:
+        source["summary"] = sentence(source)
+    except Exception:
+        source["summary"] = f"{source['name']} cannot be summed up: it holds values of unexpected kinds."
+    source["tone"] = tone(source["status"])
+    return source
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """A line of a list of runs, cheap enough for thousands: reads no long file but its last few kB. It never raises."""
+    kind = kind_of(path)
+    line: dict[str, Any] = {"id": str(path), "name": text(path.name, 200), "kind": kind, "path": str(path), "status": "unknown"}
+    names = ("when", "task", "model", "workers", "virtual_workers", "global_batch", "optimizer")
+    line |= dict.fromkeys((*names, "unit", "accuracy", "loss", "samples_per_s", "steps", "total_steps"))
+    try:
+        if kind == "train":
+            _line_of_train(line, path)
+        elif kind in ("scale", "study"):
+            source = read_source(path)
+            view = source[kind] or {}
+            line |= {"status": source["status"], "when": source["when"], "task": view.get("task"), "unit": view.get("unit")}
+            if kind == "scale" and view.get("counts"):
+                last = view["counts"][-1]
+                line |= {name: last[name] for name in ("workers", "virtual_workers", "global_batch", "samples_per_s")}
+    except Exception as error:
+        line["why"] = f"{type(error).__name__}: {text(str(error), 200)}"
+    line["when"] = line["when"] or _changed(path)
+    line["tone"] = tone(line["status"])
+    return line
+
+
+def find_sources(folder: Path) -> list[Path]:
+    """The records, scale records and studies right under a folder, the newest last."""
+    try:
+        with os.scandir(folder) as entries:
+            paths = [Path(entry.path) for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+    except OSError:
+        return []
+    return sorted((path for path in paths if kind_of(path) != "unknown"), key=lambda path: (_changed(path) or "", path))
+
+
+def kind_of(path: Path) -> str:
+    """train, scale, study or unknown, by the files that are there."""
+    if path.is_file():
+        found = _read_json(path, [])
+        if not isinstance(found, dict):
+            return "unknown"
+        return "scale" if found.get("kind") == "scale" else "study" if "study" in found and "runs" in found else "unknown"
+    if (path / "scale.json").is_file():
+        return "scale"
+    if any((path / name).is_file() for name in ("metrics.jsonl", "environment.json", "result.json")):
+        return "train"
+    return "study" if any((path / name).is_file() for name in STUDY_FILES) else "unknown"
+
+
+def is_running(metrics: Path) -> bool:
+    """Whether somebody writes to this metrics.jsonl: its writer holds a lock on it. Ours is shared, so readers see no other."""
+    try:
+        if not metrics.is_file():  # opening a pipe would wait for its writer
+            return False
+        with metrics.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    return False
+
+
+def _folder_of(path: Path) -> Path:
+    """A file that lies in a record stands for the record."""
+    return path.parent if path.name in (*_OF_A_RECORD, "scale.json", *STUDY_FILES) and path.is_file() else path
+
+
+def _fill_train(source: dict[str, Any], path: Path) -> None:
+    problems = source["problems"]
+    about = _read_object(path / "environment.json", problems, missing="environment.json is missing: no contract, no versions")
+    result = _read_object(path / "result.json", problems)
+    metrics = Metrics()
+    try:
+        metrics = read_metrics_columns(path / "metrics.jsonl")
+    except FileNotFoundError:
+        problems.append("metrics.jsonl is missing: no curves")
+    except OSError as error:
+        problems.append(f"metrics.jsonl cannot be read: {error.strerror}")
+    else:
+        if metrics.unreadable:
+            problems.append(f"metrics.jsonl: {metrics.unreadable:,} line(s) hold no row of ours and are left out")
+        if not (metrics.step.count or metrics.epoch.count):
+            problems.append("metrics.jsonl has no step in it: no curves")
+    facts = _object(about.get("contract")) | _object((metrics.resumed or {}).get("contract"))
+    source["facts"] = {name: value for name, value in facts.items() if isinstance(value, str | int | float)}
+    source["unit"] = unit_of(source["facts"])
+    source["contract"] = contract_lines(facts)
+    source["environment"], source["when"] = environment_lines(about), text(about.get("when"), 40) or None
+    source["status"] = _status(path, result)
+    if about and not source["contract"]:
+        problems.append("environment.json holds no contract")
+    if result and not isinstance(result.get("status"), str):
+        problems.append("result.json does not say how the run ended")
+    if source["status"] == "cut short":
+        problems.append("result.json is missing and nobody writes to this record: the run was cut short")
+    source["why"] = text(result.get("why"))
+    _set_epochs(metrics, number(facts.get("steps_per_epoch")))
+    source["series"] = {name: thin(getattr(metrics, name)) for name in ("step", "epoch", "health")}
+    source["notes"] = metrics.notes
+    source["last"] = _last(metrics, result)
+    source["where"] = _where(metrics.health)
+    if (path / "timeline.json").is_file():
+        source["timeline"] = view_timeline(_read_json(path / "timeline.json", problems), problems)
+    if (path / "landscape.json").is_file():
+        source["landscape"] = view_landscape(_read_json(path / "landscape.json", problems), problems)
+
+
+def _fill_scale(source: dict[str, Any], path: Path) -> None:
+    file = path if path.is_file() else path / "scale.json"
+    found = _read_object(file, source["problems"])
+    source["scale"] = view_scale(found, source["problems"])
+    source["unit"] = source["scale"]["unit"]
+    counts = found.get("counts")
+    contracts = [_object(_object(row).get("contract")) for row in counts] if isinstance(counts, list) else []
+    lines = [contract_lines(facts) for facts in contracts]
+    source["contract"] = [line for line in lines[0] if all(line in each for each in lines)] if lines else []
+    about = _object(found.get("environment"))
+    source["environment"], source["when"] = environment_lines(about), text(about.get("when"), 40) or None
+    source["status"] = "done" if source["scale"] and source["scale"]["counts"] else "unknown"
+
+
+def _fill_study(source: dict[str, Any], path: Path) -> None:
+    file = path if path.is_file() else next(path / name for name in STUDY_FILES if (path / name).is_file())
+    try:
+        results = read_results(file)
+    except PacelineError as error:
+        source["problems"].append(str(error))
+        return
+    view = source["study"] = view_study(results, source["problems"])
+    source["name"] = view["name"] or source["name"]
+    about = _object(results.get("environment"))
+    source["environment"], source["when"] = environment_lines(about), text(about.get("when"), 40) or None
+    running = path.is_dir() and any(map(is_running, path.glob("*/metrics.jsonl")))
+    whole = view["planned"] is None or view["ended"] >= view["planned"]
+    source["status"] = "running" if running else "done" if whole else "in part"
+
+
+def _fill_unknown(source: dict[str, Any], path: Path) -> None:
+    if not path.exists():
+        source["problems"].append("there is no such file or folder")
+    elif path.is_dir():
+        source["problems"].append(
+            "no record: none of metrics.jsonl, environment.json, result.json, scale.json, study.json is here"
+        )
+    else:
+        _read_json(path, source["problems"])
+        source["problems"] = source["problems"] or ["JSON, but neither results of a study nor a scale measurement"]
+
+
+def _line_of_train(line: dict[str, Any], path: Path) -> None:
+    about, result = (_read_object(path / name, []) for name in ("environment.json", "result.json"))
+    facts = _object(about.get("contract"))
+    for name in ("task", "model", "optimizer"):
+        line[name] = text(facts.get(name) or about.get(name), 200) or None
+    for name in ("workers", "virtual_workers", "global_batch", "total_steps"):
+        line[name] = number(facts.get(name))
+    line["unit"] = unit_of(facts) if facts else None
+    line["when"] = text(about.get("when"), 40) or None
+    line["status"] = _status(path, result)
+    found = _object(result.get("metrics"))
+    line |= {name: number(found.get(name)) for name in ("accuracy", "loss")}
+    line |= {name: number(result.get(name)) or None for name in ("steps", "samples_per_s")}
+    if result and line["steps"] is not None:
+        return
+    for row in _tail(path / "metrics.jsonl"):
+        line["steps"] = number(row.get("step")) or line["steps"]
+        line["samples_per_s"] = number(row.get("samples_per_s")) or line["samples_per_s"]
+        accuracy, loss = number(row.get("val_accuracy")), number(row.get("val_loss"))
+        line["accuracy"] = line["accuracy"] if accuracy is None else accuracy
+        line["loss"] = line["loss"] if loss is None else loss
+
+
+def _tail(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except (ValueError, RecursionError):  # cut in two by where the tail begins, or still being written
+            continue
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def _status(path: Path, result: Mapping[str, Any]) -> str:
+    """How the run stands. While somebody writes to the record it is running, whatever an earlier attempt left."""
+    if is_running(path / "metrics.jsonl"):
+        return "running"
+    said = result.get("status")
+    if isinstance(said, str) and said:
+        return text(said, 60)
+    return "unknown" if (path / "result.json").exists() else "cut short"
+
+
+def _set_epochs(metrics: Metrics, steps_per_epoch: float | None) -> None:
+    """Epochs as fractions, so that rows within an epoch have places of their own on its axis."""
+    if not steps_per_epoch or steps_per_epoch <= 0:
+        ends = metrics.epoch.values
+        if "step" not in ends or not ends.get("epoch") or not ends["epoch"][0] > 0:
+            return
+        steps_per_epoch = ends["step"][0] / ends["epoch"][0] or 1.0
+    for columns in (metrics.step, metrics.health):
+        if "step" in columns.values:
+            columns.values["epoch"] = array("d", (step / steps_per_epoch for step in columns.values["step"]))
+
+
+def _last(metrics: Metrics, result: Mapping[str, Any]) -> dict[str, float | int | None]:
+    """Where the run ended, or stands: from its result, or from its last rows."""
+    said, epoch, step = _object(result.get("metrics")), metrics.epoch, metrics.step
+    found = {
+        "accuracy": _either(number(said.get("accuracy")), epoch.last("val_accuracy")),
+        "loss": _either(number(said.get("loss")), epoch.last("val_loss")),
+        "train_loss": step.last("loss"),
+        "epochs": _either(number(result.get("epochs")), epoch.last("epoch")),
+        "steps": number(result.get("steps")) or step.last("step") or epoch.last("step"),
+        "time_s": number(result.get("train_time_s")) or epoch.last("time_s") or step.last("time_s"),
+        "samples_per_s": number(result.get("samples_per_s"))
+        or epoch.last("samples_per_s")
+        or metrics.health.last("samples_per_s"),
+        "noise_scale": _either(step.last("noise_scale"), epoch.last("noise_scale")),
+        "memory_bytes": metrics.health.last("memory_bytes"),
+    }
+    return {name: None if value is None else short(value) for name, value in found.items()}
+
+
+def _where(health: Columns) -> dict[str, Any] | None:
+    """Where the run's steps went, on the whole: each health row counts for the steps since the one before."""
+    names = [name for name in health.values if name.startswith("parts_s.")]
+    steps = health.values.get("step")
+    if not names or steps is None:
+        return None
+    weights = [max(0.0, step - before) for before, step in zip([0.0, *steps], steps, strict=False)]
+    means = {}
+    for name in names:
+        pairs = [(value, w) for value, w in zip(health.values[name], weights, strict=True) if value == value and w == w]
+        whole = sum(w for _, w in pairs)
+        if whole:
+            means[name.removeprefix("parts_s.")] = sum(value * w for value, w in pairs) / whole
+    ordered = [*(name for name in PARTS if name in means), *(name for name in means if name not in PARTS)]
+    slow = Counter(int(rank) for rank in health.values.get("slowest", []) if rank == rank)
+    return {
+        "parts_s": {name: short(means[name]) for name in ordered},
+        "step_s": short(sum(means.values())),
+        "slowest": slow.most_common(1)[0][0] if slow else None,
+        "lag_s": health.last("lag_s"),
+        "rows": health.count,
+    }
+
+
+def _read_object(path: Path, problems: list[str], missing: str = "") -> dict[str, Any]:
+    if not path.exists():
+        problems += [missing] if missing else []
+        return {}
+    said = len(problems)
+    found = _read_json(path, problems)
+    if not isinstance(found, dict) and len(problems) == said:
+        problems.append(f"{path.name} holds nothing of ours")
+    return _object(found)
+
+
+def _read_json(path: Path, problems: list[str]) -> Any:
+    try:
+        if not path.is_file():  # nor would a pipe ever end
+            problems.append(f"{path.name} is no file")
+            return None
+        if path.stat().st_size > _MOST_BYTES:
+            problems.append(f"{path.name} is larger than {_MOST_BYTES // 1_000_000} MB: it is left out")
+            return None
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = (
+            error.strerror if isinstance(error, OSError) else "empty" if path.stat().st_size == 0 else "not whole, or no JSON"
+        )
+        problems.append(f"{path.name} cannot be read: {reason}")
+        return None
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _either(value: float | None, other: float | None) -> float | None:
+    return other if value is None else value
+
+
+def _changed(path: Path) -> str | None:
+    """When a source last changed, for those that do not say when they began."""
+    for name in ("metrics.jsonl", "scale.json", *STUDY_FILES, "environment.json", ""):
+        try:
+            return datetime.fromtimestamp((path / name if name else path).stat().st_mtime, UTC).isoformat(timespec="seconds")
+        except OSError:
+            continue
+    return None

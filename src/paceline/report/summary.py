@@ -1,0 +1,225 @@
+"""What happened, in a sentence: for one record, and for all that a page shows. Honest about runs that did not end well."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.records import unit_of
+
+GOOD = ("done", "target reached")
+_LIVE = ("running",)
+
+
+def headline(sources: Sequence[Mapping[str, Any]]) -> str:
+    """The sentence on top of a page: what one record says, or who was best and fastest of several and who failed."""
+    if not sources:
+        return "No record to show."
+    if len(sources) == 1:
+        return str(sources[0]["summary"])
+    runs = [source for source in sources if source["kind"] == "train"]
+    others = [source for source in sources if source["kind"] != "train"]
+    if len(runs) == 1:
+        return " ".join(str(source["summary"]) for source in (runs + others)[:3])
+    said = [_compared(runs)] if runs else []
+    said += [str(source["summary"]) for source in others[:2]]
+    if len(others) > 2:
+        said.append(f"And {len(others) - 2} more below.")
+    return " ".join(said)
+
+
+def sentence(source: Mapping[str, Any]) -> str:
+    """What one record says of itself."""
+    match source["kind"]:
+        case "train":
+            return _train(source)
+        case "scale":
+            return _scale(source)
+        case "study":
+            return _study(source)
+    return f"{source['name']} is no record that can be read: see what is missing below."
+
+
+def tone(status: str) -> str:
+    """How a status is coloured: good, bad, live or plain."""
+    if status in GOOD:
+        return "good"
+    return "live" if status in _LIVE else "bad" if status in ("failed", "diverged") else "plain"
+
+
+def rate(value: float) -> str:
+    """`7,861`, or with three digits below a hundred."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """`3.8 s`, `1 min 15 s`, `2 h 5 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds >= 0.95 else f"{1000 * seconds:.0f} ms"
+    minutes = round(seconds / 60)
+    if seconds < 3600 and minutes < 60:
+        whole = round(seconds)
+        return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 else "")
+    return f"{minutes // 60:,} h" + (f" {minutes % 60} min" if minutes % 60 else "")
+
+
+def plural(count: float, word: str) -> str:
+    """`1 worker`, `2,000 workers`."""
+    many = "ies" if word.endswith("y") else "s"
+    stem = word[:-1] if many == "ies" else word
+    return f"{count:,.0f} {word if count == 1 else stem + many}"
+
+
+def shares(parts_s: Mapping[str, float]) -> str:
+    """`82% of a step was compute, 11% communication`: the largest parts, down to a twentieth."""
+    whole = math.fsum(parts_s.values())
+    if whole <= 0:
+        return ""
+    ranked = sorted(((value / whole, name) for name, value in parts_s.items()), reverse=True)[:3]
+    words = [f"{share:.0%} {name}" for share, name in ranked if share >= 0.05]
+    if not words:
+        return ""
+    first, rest = words[0].split(" ", 1), words[1:]
+    return ", ".join([f"{first[0]} of a step was {first[1]}", *rest])
+
+
+def _train(source: Mapping[str, Any]) -> str:
+    facts, status, why = source["facts"], source["status"], source["why"]
+    model, task = facts.get("model"), facts.get("task") or source["environment"].get("task")
+    what = f"{model or 'a model'} on {task}" if task else f"{model or 'a model'}"
+    place = _place(facts)
+    said = f"{source['name']} "
+    if status in GOOD:
+        said += f"trained {what}{place}{_outcome(source)}."
+        if status == "target reached":
+            said = said[:-1] + ", where it reached its target."
+    elif status == "running":
+        said += f"is training {what}{place}: {_progress(source)}."
+    elif status in ("failed", "diverged", "interrupted"):
+        verb = "was interrupted" if status == "interrupted" else status
+        reason = why.removeprefix(f"{status}: ").rstrip(".")
+        said += f"{verb} {_how_far(source)}" + (f": {reason}." if reason else ".") + f" It was to train {what}{place}."
+    elif status == "cut short":
+        said += f"was cut short {_how_far(source)}, and nothing says why. It was to train {what}{place}."
+    else:
+        said += f"ended as {status!r}{_outcome(source)}."
+    where = shares(source["where"]["parts_s"]) if source.get("where") else ""
+    return f"{said} {where}." if where else said
+
+
+def _place(facts: Mapping[str, Any]) -> str:
+    workers, parts, batch = (facts.get(name, "") for name in ("workers", "virtual_workers", "global_batch"))
+    inner = [f"V = {parts:,.0f}"] if _is_number(parts) else []
+    inner += [f"global batch {batch:,.0f}"] if _is_number(batch) else []
+    said = f" with {plural(workers, 'worker')}" if _is_number(workers) else ""
+    return said + (f" ({', '.join(inner)})" if inner else "")
+
+
+def _outcome(source: Mapping[str, Any]) -> str:
+    last, facts = source["last"], source["facts"]
+    name = "accuracy" if last.get("accuracy") is not None else "loss"
+    words = [f" to {name} {last[name]:.4f}"] if last.get(name) is not None else []
+    epochs = last.get("epochs")
+    spent = [f" in {plural(epochs, 'epoch')}"] if epochs else []
+    spent += [duration(last["time_s"])] if last.get("time_s") else []
+    spent += [f"{rate(last['samples_per_s'])} {unit_of(facts)}/s"] if last.get("samples_per_s") else []
+    return "".join(words) + (", ".join(spent) if words or not spent else f", {', '.join(spent).strip()}")
+
+
+def _progress(source: Mapping[str, Any]) -> str:
+    last, facts = source["last"], source["facts"]
+    step, total, time_s = last.get("steps"), facts.get("total_steps"), last.get("time_s")
+    if not step:
+        return "no step is done yet"
+    words = [f"step {step:,.0f} of {total:,.0f}" if _is_number(total) else f"step {step:,.0f}"]
+    if last.get("accuracy") is not None:
+        words.append(f"accuracy {last['accuracy']:.4f} at the last validation")
+    elif last.get("train_loss") is not None:
+        words.append(f"loss {last['train_loss']:.4f} so far")
+    if _is_number(total) and time_s and total > step:
+        words.append(f"about {duration(time_s / step * (total - step))} left")
+    return ", ".join(words)
+
+
+def _how_far(source: Mapping[str, Any]) -> str:
+    step, total = source["last"].get("steps"), source["facts"].get("total_steps")
+    if not step:
+        return "before its first step was written down"
+    return f"after {step:,.0f} of {total:,.0f} steps" if _is_number(total) else f"after {plural(step, 'step')}"
+
+
+def _compared(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Several runs: the best, the fastest, and those that did not come to their end."""
+    said = []
+    for name, better in (("accuracy", max), ("loss", min)):
+        found = [(run["last"][name], run["name"]) for run in runs if run["last"].get(name) is not None]
+        if found:
+            value, best = better(found, key=lambda pair: pair[0])
+            said.append(
+                f"{best} ended best, with {name} {value:.4f}" if len(found) > 1 else f"{best} came to {name} {value:.4f}"
+            )
+            break
+    speeds = [
+        (run["last"]["samples_per_s"], run["name"], unit_of(run["facts"])) for run in runs if run["last"].get("samples_per_s")
+    ]
+    if len(speeds) > 1:
+        value, fastest, unit = max(speeds)
+        how = f"fastest, with {rate(value)} {unit}/s"
+        if said and said[0].startswith(f"{fastest} ended best"):
+            said[0] += f", and was {how}"
+        else:
+            said.append(f"{fastest} was {how}")
+    for status, verb in (("running", "still training"), ("diverged", "diverged"), ("failed", "failed")):
+        said += _who(runs, status, verb)
+    for status, verb in (("interrupted", "interrupted"), ("cut short", "cut short")):
+        said += _who(runs, status, verb)
+    return f"{plural(len(runs), 'run')}" + (": " + "; ".join(said) if said else ", none of which says how it ended") + "."
+
+
+def _who(runs: Sequence[Mapping[str, Any]], status: str, verb: str) -> list[str]:
+    names = [run["name"] for run in runs if run["status"] == status]
+    if not names:
+        return []
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return [f"{verb}: {listed}"]
+
+
+def _scale(source: Mapping[str, Any]) -> str:
+    scale = source["scale"] or {}
+    counts, unit = scale.get("counts") or [], scale.get("unit", "samples")
+    about = f"{scale.get('task') or source['name']}" + (f", {scale['mode']} scaling" if scale.get("mode") else "")
+    if not counts:
+        return f"{about}: nothing was measured."
+    first, last = counts[0], counts[-1]
+    said = f"{about}: {plural(first['workers'], 'worker')} made {rate(first['samples_per_s'])} {unit}/s"
+    if last is first:
+        return said + "; one count alone says nothing of scaling."
+    said += f", {plural(last['workers'], 'worker')} {rate(last['samples_per_s'])}"
+    speed_up = last["speed_up"] or last["samples_per_s"] / first["samples_per_s"] if first["samples_per_s"] else None
+    if speed_up:
+        linear = last["workers"] / first["workers"]
+        said += f": {speed_up:.2f} times as many, {speed_up / linear:.0%} of linear"
+    where = shares(last["parts_s"])
+    return f"{said}. With {plural(last['workers'], 'worker')}, {where}." if where else f"{said}."
+
+
+def _study(source: Mapping[str, Any]) -> str:
+    study = source["study"]
+    if not study:
+        return f"{source['name']} is a study whose results cannot be read."
+    metric, arms = study["metric"], [arm for arm in study["arms"] if arm["mean"] is not None]
+    of = f" of {study['planned']:,}" if study["planned"] and study["planned"] != study["ended"] else ""
+    name, count = study["name"] or source["name"], plural(len(study["arms"]), "arm")
+    said = f"{name} on {study['task']}: {count}, {study['ended']:,}{of} runs"
+    if not arms:
+        return said + ", none of which has a result yet."
+    best = (max if metric == "accuracy" else min)(arms, key=lambda arm: arm["mean"])
+    said += f". Best: {best['name']}, {metric} {best['spread']}"
+    verdicts = Counter(arm["verdict"] for arm in study["arms"] if not arm["reference"])
+    order = ("better", "equal", "no worse", "worse", "undecided", "no verdict")
+    counted = ", ".join(f"{verdicts[name]} {name}" for name in order if verdicts[name])
+    return said + (f". Against {study['reference']}: {counted}." if counted else ".")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,164 @@
+"""Scaling measurements, study results and a loss surface, as the page shows them: only what can be trusted to be a number."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.measure.results import GOOD, compare_arm, difference_words, final_values, spread_words
+from paceline.measure.spread import LEGEND, deviation, mean, median
+from paceline.records import unit_of
+from paceline.report.series import number, short, text
+
+PARTS = ("input", "compute", "communication", "waiting", "optimizer", "other")
+"""What a step's time is divided into, in the order it is drawn."""
+
+_MOST_SIDE = 400  # points along one side of a landscape
+
+
+def view_scale(found: Mapping[str, Any], problems: list[str]) -> dict[str, Any] | None:
+    """A scale.json: its counts in order, its links, its advice."""
+    counts = _list(found.get("counts"))
+    rows = [row for row in map(_count, counts) if row]
+    if not rows:
+        problems.append("scale.json holds no counts: the measurement did not come to its first one")
+    elif len(rows) < len(counts):
+        problems.append(f"scale.json: {len(counts) - len(rows)} of {len(counts)} counts cannot be read")
+    return {
+        "task": text(found.get("task"), 200),
+        "mode": text(found.get("mode"), 40),
+        "unit": unit_of(found),
+        "counts": sorted(rows, key=lambda row: float(row["workers"])),
+        "links": [link for link in map(_link, _list(found.get("links"))) if link],
+        "advice": text(found.get("advice")),
+    }
+
+
+def view_study(results: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """A study's results: for each arm its seeds' values, their spread, and the verdict against the reference."""
+    study, metric = results["study"], results["metric"]
+    reference, margin, target = study["reference"], number(study["margin"]) or 0.0, number(study["target_accuracy"])
+    values = final_values(results, reference)
+    planned = _planned(study)
+    ended = sum(run["status"] in GOOD or run["status"] == "diverged" for run in results["runs"])
+    lost = [run for run in results["runs"] if run["status"] not in GOOD]
+    problems += [
+        f"{text(run['arm'], 80)}, seed {run.get('seed')}: {text(run.get('why') or run['status'], 300)}" for run in lost
+    ]
+    words = f"{100 * margin:g} points" if metric == "accuracy" else f"{margin:g}"
+    legend = (
+        f"{text(metric).capitalize()} of the last validation, failed runs left out. Difference [90% interval], margin {words}."
+    )
+    legend += f" {LEGEND[0].upper()}{LEGEND[1:]}."
+    shared = number(results.get("per_device")) or 1
+    if shared > 1:
+        legend += f" Runs shared a device {shared:.0f} at a time, so their times are longer than those of a run by itself."
+    return {
+        "name": text(study.get("name"), 200),
+        "task": text(study.get("task"), 200),
+        "about": text(study.get("about")),
+        "metric": metric,
+        "reference": text(reference, 200),
+        "reference_mean": short(mean(values)) if values else None,
+        "margin": margin,
+        "target": target,
+        "arms": [_arm(results, arm, target) for arm in study["arms"]],
+        "planned": planned,
+        "ended": ended,
+        "legend": legend,
+        "note": text(results.get("note")),
+    }
+
+
+def view_landscape(found: Any, problems: list[str]) -> dict[str, Any] | None:
+    """A landscape.json: losses over a grid; None, with a problem said, where sizes do not fit."""
+    if not isinstance(found, dict):
+        problems.append("landscape.json holds no landscape")
+        return None
+    x, y, rows = (_list(found.get(name)) for name in ("x", "y", "loss"))
+    loss = [[_rounded(value) for value in row] for row in rows if isinstance(row, list)]
+    fits = x and y and len(loss) == len(y) and all(len(row) == len(x) for row in loss)
+    if not fits or max(len(x), len(y)) > _MOST_SIDE:
+        problems.append(f"landscape.json: x, y and loss do not fit together (at most {_MOST_SIDE} points a side are drawn)")
+        return None
+    return {
+        "x": [_rounded(value) for value in x],
+        "y": [_rounded(value) for value in y],
+        "loss": loss,
+        "about": text(found.get("about")),
+    }
+
+
+def parts_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The parts of a step in seconds, ours first and in order, unknown ones after them."""
+    found = row.get("parts_s")
+    found = {text(name, 40): number(value) for name, value in found.items()} if isinstance(found, dict) else {}
+    ordered = [*(name for name in PARTS if name in found), *(name for name in found if name not in PARTS)]
+    return {name: value for name in ordered if (value := found[name]) is not None}
+
+
+def _count(row: Any) -> dict[str, Any] | None:
+    if not isinstance(row, dict):
+        return None
+    workers, speed = number(row.get("workers")), number(row.get("samples_per_s"))
+    if workers is None or speed is None or workers < 1:
+        return None
+    names = (
+        *("nodes", "virtual_workers", "global_batch", "low", "high", "speed_up", "efficiency", "step_s", "forward_s"),
+        *("backward_s", "compute_spread_s", "steps", "gradient_bytes", "reduce_s"),
+    )
+    memory = [number(each.get("memory_bytes")) for each in _list(row.get("by_worker")) if isinstance(each, dict)]
+    return {
+        "workers": int(workers),
+        "samples_per_s": speed,
+        **{name: number(row.get(name)) for name in names},
+        "parts_s": parts_of(row),
+        "windows": len(_list(row.get("windows"))) or None,
+        "memory_bytes": max((each for each in memory if each is not None), default=None),
+        "buckets": len(_list(row.get("buckets"))) or None,
+    }
+
+
+def _link(row: Any) -> dict[str, float] | None:
+    found = {name: number(row.get(name)) for name in ("workers", "bytes", "s")} if isinstance(row, dict) else {}
+    return {name: value for name, value in found.items() if value is not None} if found and None not in found.values() else None
+
+
+def _planned(study: Mapping[str, Any]) -> int | None:
+    seeds = study.get("seeds")
+    return len(seeds) * len(study["arms"]) if isinstance(seeds, list) else None
+
+
+def _arm(results: Mapping[str, Any], arm: str, target: float | None) -> dict[str, Any]:
+    runs = [run for run in results["runs"] if run["arm"] == arm]
+    values = final_values(results, arm)
+    facts: Mapping[str, Any] = next((run["contract"] for run in runs if run["contract"]), {})
+    found = compare_arm(results, arm)
+    is_reference = arm == results["study"]["reference"]
+    good = [run for run in runs if run["status"] in GOOD]
+    times = [run["time_to_target_s"] for run in good if run["time_to_target_s"] is not None]
+    speeds = [speed for run in good if (speed := number(run.get("samples_per_s")))]
+    return {
+        "name": text(arm, 200),
+        "reference": is_reference,
+        "values": [short(value) for value in values],
+        "mean": short(mean(values)) if values else None,
+        "sd": short(deviation(values)) if len(values) > 1 else None,
+        "spread": spread_words(values),
+        "runs": len(runs),
+        "failed": len(runs) - len(good),
+        "reached": len(times),
+        "time_to_target_s": median(times) if target and times else None,
+        "samples_per_s": median(speeds) if speeds else None,
+        "verdict": "reference" if is_reference else found.verdict,
+        "why": "" if is_reference else found.why,
+        "difference": "" if is_reference else difference_words(found, results["metric"]).rpartition(": ")[0],
+        **{name: number(facts.get(name)) for name in ("global_batch", "virtual_workers", "peak_lr")},
+    }
+
+
+def _rounded(value: Any) -> float | int | None:
+    found = number(value)
+    return None if found is None else short(found)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,55 @@
+"""A real browser: Debian's chromium, started once for the session; a page that fails its test on any error the browser sees."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from harness.processes import children
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+CHROMIUM = "/usr/bin/chromium"
+FASTER = "--no-enable-lazy-source-positions"  # or V8 reads plotly's script twice: 0.8 s instead of 1.3 for every page
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "browser" in item.path.parent.parts[-1:]:
+            item.add_marker(pytest.mark.browser)
+
+
+@pytest.fixture(scope="session")
+def browser(kept_processes: set[int]) -> Iterator["Browser"]:
+    """Chromium without a window."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'paceline[dev]'")
+    if shutil.which(CHROMIUM) is None:
+        pytest.skip(f"needs {CHROMIUM}: tools/install_system_packages.sh")
+    before = children(os.getpid()).keys()
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", f"--js-flags={FASTER}"])
+        kept_processes |= children(os.getpid()).keys() - before
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page_options() -> dict[str, Any]:
+    """What `page` is made with: a test, or a module, overrides it (`viewport`, `color_scheme`, `java_script_enabled` ...)."""
+    return {}
+
+
+@pytest.fixture
+def page(browser: "Browser", page_options: dict[str, Any]) -> Iterator["Page"]:
+    """A new page with no memory of the others. An error in the console, or an exception nobody caught, fails the test."""
+    errors: list[str] = []
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **page_options})
+    context.set_default_timeout(10_000)
+    context.on("console", lambda said: errors.append(f"console: {said.text}") if said.type == "error" else None)
+    context.on("weberror", lambda error: errors.append(f"uncaught: {error.error}"))
+    yield context.new_page()
+    context.close()
+    assert not errors, "the browser saw errors:\n" + "\n".join(errors)

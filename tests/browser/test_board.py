@@ -1,0 +1,281 @@
+"""The board in a real browser: what is listed, chosen and compared, and what appears while runs train."""
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from harness.boards import add_steps, begin_run, end_run, make_run, serving
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = pytest.mark.browser
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'paceline[dev]'")
+expect = playwright.expect
+NAMES = "tbody .run-name"
+
+NASTY = "<img src=x onerror=document.title='owned'>"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One board of four runs that ended, for all who only look."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder, "alpha", 0.91, when="2026-03-01T10:00:00+00:00")
+    make_run(folder, "beta", 0.93, when="2026-03-02T10:00:00+00:00", optimizer="lars", global_batch=8192)
+    make_run(folder, "gamma", 0.5, "diverged", when="2026-03-03T10:00:00+00:00")
+    make_run(folder / "study-x", "arm-0", 0.88, when="2026-02-01T10:00:00+00:00", optimizer="lamb")
+    with serving(folder) as server:
+        yield server.url
+
+
+@pytest.fixture
+def no_charts(page: "Page") -> None:
+    """Without plotly, whose script takes most of a page's time."""
+    page.route("**/plotly-*", lambda route: route.fulfill(body="", content_type="text/javascript"))
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[str]:
+    """A board of the test's own, for what changes while somebody looks."""
+    with serving(tmp_path) as server:
+        yield server.url
+
+
+def wait_for_text(page: "Page", selector: str, wanted: list[str]) -> None:
+    """Until these elements say this. Asked at every frame: `expect` asks again after a tenth of a second, then a quarter."""
+    script = """([selector, wanted]) => {
+        const found = [...document.querySelectorAll(selector)].map(element => element.textContent);
+        return JSON.stringify(found) === JSON.stringify(wanted);
+    }"""
+    with suppress(playwright.TimeoutError):
+        page.wait_for_function(script, arg=[selector, wanted])
+    assert page.locator(selector).all_text_contents() == wanted
+
+
+def colours(page: "Page", *ids: str) -> list[str]:
+    """What the list paints these runs in."""
+    rows = [page.locator(f'tbody tr[data-id="{id}"]') for id in ids]
+    return [row.evaluate("row => row.style.getPropertyValue('--colour')") for row in rows]
+
+
+def traces(page: "Page") -> list[dict[str, Any]]:
+    """The lines of the first chart."""
+    found: list[dict[str, Any]] = page.evaluate("document.querySelector('.plot').data")
+    return found
+
+
+def sections(page: "Page") -> list[str]:
+    """The sections' titles in the order of the document, which is that of reading and of the Tab key, and must be the eye's."""
+    found: list[tuple[str, float]] = page.evaluate(
+        "[...document.querySelectorAll('main h2')].map(head => [head.textContent, head.getBoundingClientRect().top])"
+    )
+    assert [top for _, top in found] == sorted(top for _, top in found)
+    return [title for title, _ in found]
+
+
+def wait_for_points(page: "Page", title: str, wanted: list[int]) -> None:
+    """Until the lines of a chart have so many points."""
+    script = """([title, wanted]) => {
+        const card = [...document.querySelectorAll(".card")].find(card => card.querySelector("h3")?.textContent === title);
+        return JSON.stringify(card?.querySelector(".plot")?.data?.map(line => line.x.length)) === wanted;
+    }"""
+    page.wait_for_function(script, arg=[title, str(wanted).replace(" ", "")])
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_lists_sorts_and_filters(page: "Page", url: str) -> None:
+    page.goto(url)
+    expect(page.locator("#count")).to_have_text("4 runs shown, 1 chosen")
+    wait_for_text(page, NAMES, ["gamma", "beta", "alpha", "study-x/arm-0"])  # the newest first
+    head = page.get_by_role("columnheader", name="accuracy")
+    head.get_by_role("button").click()
+    wait_for_text(page, NAMES, ["beta", "alpha", "study-x/arm-0", "gamma"])
+    expect(head).to_have_attribute("aria-sort", "descending")
+    head.get_by_role("button").click()
+    wait_for_text(page, NAMES, ["gamma", "study-x/arm-0", "alpha", "beta"])
+    expect(head).to_have_attribute("aria-sort", "ascending")
+    page.get_by_role("searchbox").fill("lars")
+    wait_for_text(page, NAMES, ["beta"])
+    expect(page.locator("#count")).to_have_text("1 run shown of 4, 1 chosen")
+    page.get_by_role("searchbox").fill("no such run")
+    expect(page.get_by_text("No run matches.")).to_be_visible()
+    page.get_by_role("button", name="Clear the filter").click()
+    page.get_by_label("Status", exact=True).select_option("diverged")
+    wait_for_text(page, NAMES, ["gamma"])
+    assert "status=diverged" in page.url
+    assert "sort=accuracy" in page.url
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_the_address_holds_what_is_shown(page: "Page", url: str) -> None:
+    page.goto(f"{url}#run=alpha&run=beta&sort=-loss&q=a&x=epoch")
+    wait_for_text(page, "h1", ["2 records compared"])
+    expect(page.get_by_role("searchbox")).to_have_value("a")
+    expect(page.get_by_role("columnheader", name="loss", exact=True)).to_have_attribute("aria-sort", "descending")
+    expect(page.get_by_role("button", name="epochs")).to_have_attribute("aria-pressed", "true")
+    page.get_by_role("button", name="time", exact=True).click()
+    expect(page).to_have_url(re.compile("x=time_s"))
+    page.get_by_role("link", name="Environment").click()  # within the page: the address stays the board's
+    assert "run=alpha" in page.url
+    page.goto("about:blank")
+    page.go_back()
+    expect(page.get_by_role("button", name="time", exact=True)).to_have_attribute("aria-pressed", "true")
+
+
+def test_a_point_appears_while_a_run_trains_and_its_status_changes(page: "Page", own: str, tmp_path: Path) -> None:
+    make_run(tmp_path, "alpha", 0.91, when="2026-03-09T10:00:00+00:00")
+    live = begin_run(tmp_path, "live", when="2026-03-01T10:00:00+00:00")
+    add_steps(live, 1, 12)
+    page.goto(own)
+    wait_for_text(page, "h1", ["live"])  # what trains is shown first
+    row = page.get_by_role("row", name="Compare live")
+    expect(row).to_contain_text("running 30%")
+    wait_for_points(page, "Loss", [12, 1])
+    page.get_by_role("button", name="epochs").click()
+    page.evaluate("() => Plotly.relayout(document.querySelector('.plot'), {'xaxis.range': [0.5, 1.5]})")
+    add_steps(live, 13, 20)
+    wait_for_points(page, "Loss", [20, 2])
+    assert page.evaluate("() => document.querySelector('.plot').layout.xaxis.range") == [0.5, 1.5]  # a zoom stays
+    expect(page.locator("#headline")).to_contain_text("step 20 of 40")
+    expect(row).to_contain_text("running 50%")
+    expect(page.get_by_role("button", name="epochs")).to_have_attribute("aria-pressed", "true")
+    add_steps(live, 21, 40)
+    end_run(live, 0.87)
+    expect(row).to_contain_text("done")
+    expect(row).to_contain_text("0.8700")
+    expect(page.locator("#headline")).to_contain_text("to accuracy 0.8700")
+    wait_for_points(page, "Loss", [40, 4])
+
+
+def test_runs_are_overlaid_in_colours_of_their_own_and_their_differences_shown(page: "Page", url: str) -> None:
+    page.goto(f"{url}#run=alpha")
+    wait_for_points(page, "Loss", [40, 4])
+    assert sections(page) == ["Curves", "Contract", "Environment"]
+    page.get_by_role("checkbox", name="Compare beta").check()
+    wait_for_points(page, "Loss", [40, 4, 40, 4])
+    assert sections(page) == ["Contract", "Curves", "Environment"]  # a comparison begins with what differs
+    table = page.get_by_role("region", name="Where the runs differ")
+    expect(table.get_by_role("columnheader")).to_have_text(["differs", "alpha", "beta"])
+    expect(table).to_contain_text("8,192")
+    expect(table).to_contain_text("lars")
+    expect(table).not_to_contain_text("cnn:width=8")
+    # The list's colours are the charts'.
+    lines = [trace["line"]["color"] for trace in traces(page)]
+    assert colours(page, "alpha", "beta") == [lines[0], lines[2]]
+    page.locator('tbody tr[data-id="study-x/arm-0"] .c-pick').click(position={"x": 3, "y": 3})  # beside its box is as good
+    wait_for_points(page, "Loss", [40, 4, 40, 4, 40, 4])
+    page.get_by_role("button", name="Take out study-x/arm-0").click()
+    wait_for_points(page, "Loss", [40, 4, 40, 4])
+    page.get_by_role("button", name="Take out alpha").click()
+    wait_for_points(page, "Loss", [40, 4])
+    wait_for_text(page, "h1", ["beta"])
+    assert sections(page) == ["Curves", "Contract", "Environment"]
+    # Another takes the place of one that left, which then comes back: it shares its colour with nobody.
+    page.get_by_role("checkbox", name="Compare gamma").check()
+    wait_for_points(page, "Loss", [40, 4, 40, 4])
+    assert colours(page, "gamma") == [lines[0]]  # which is free again
+    page.get_by_role("checkbox", name="Compare alpha").check()
+    wait_for_points(page, "Loss", [40, 4, 40, 4, 40, 4])
+    shown = traces(page)
+    assert len({trace["uid"] for trace in shown}) == 6
+    assert colours(page, "beta", "gamma", "alpha") == [trace["line"]["color"] for trace in shown[::2]]
+    assert len(set(colours(page, "beta", "gamma", "alpha"))) == 3
+    assert colours(page, "beta") == [lines[2]]  # who stays keeps its own
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_names_from_records_are_text(page: "Page", own: str, tmp_path: Path) -> None:
+    task = "<script>document.title='owned'<" + "/script>"
+    make_run(tmp_path, NASTY, 0.7, when="2026-03-09T10:00:00+00:00", task=task, unit=NASTY)
+    make_run(tmp_path, "other", 0.7, optimizer="<b>bold</b>", unit=NASTY)
+    page.goto(own)
+    wait_for_text(page, "h1", [NASTY])
+    page.get_by_role("checkbox", name="Compare other").check()
+    expect(page.get_by_role("region", name="Where the runs differ")).to_contain_text("<b>bold</b>")
+    assert page.locator("main img, main script, main b, aside img, aside script, aside b").count() == 0
+    assert "owned" not in page.title().replace(NASTY, "")
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_everything_goes_by_keyboard(page: "Page", url: str) -> None:
+    page.goto(f"{url}#sort=name")
+    wait_for_text(page, NAMES, ["alpha", "beta", "gamma", "study-x/arm-0"])
+    page.keyboard.press("/")
+    expect(page.get_by_role("searchbox")).to_be_focused()
+    page.keyboard.type("a")
+    page.keyboard.press("ArrowDown")
+    expect(page.get_by_role("checkbox", name="Compare alpha")).to_be_focused()
+    page.keyboard.press("ArrowDown")
+    expect(page.get_by_role("checkbox", name="Compare beta")).to_be_focused()
+    page.keyboard.press("Space")
+    wait_for_text(page, "h1", ["beta"])
+    expect(page.get_by_role("checkbox", name="Compare beta")).to_be_focused()
+    page.keyboard.press("End")
+    page.keyboard.press("Enter")
+    wait_for_text(page, "h1", ["study-x/arm-0"])
+    page.keyboard.press("Home")
+    page.keyboard.press("Space")
+    wait_for_text(page, "h1", ["2 records compared"])
+    ring = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert ring == "solid"
+    page.keyboard.press("Tab")  # out of the list at once, however long it is
+    expect(page.get_by_role("button", name="Take out study-x/arm-0")).to_be_focused()
+    page.keyboard.press("Enter")
+    wait_for_text(page, "h1", ["alpha"])
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_thousands_of_rows_are_scrolled_not_made(page: "Page", own: str, tmp_path: Path) -> None:
+    for number in range(600):
+        folder = tmp_path / f"run-{number:04}"
+        folder.mkdir()
+        (folder / "result.json").write_text('{"status": "done"}')
+    page.goto(f"{own}#sort=name")
+    expect(page.locator("#count")).to_have_text("600 runs shown")
+    expect(page.get_by_role("table", name="Runs in this folder")).to_have_attribute("aria-rowcount", "601")
+    assert page.locator("tbody tr").count() < 100
+    page.get_by_role("checkbox", name="Compare run-0000").focus()
+    page.keyboard.press("End")
+    expect(page.get_by_role("checkbox", name="Compare run-0599")).to_be_focused()
+    expect(page.get_by_role("checkbox", name="Compare run-0599")).to_be_in_viewport()
+    assert page.locator("tbody tr").count() < 100
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_an_empty_folder_says_how_to_make_a_run_and_shows_it(page: "Page", own: str, tmp_path: Path) -> None:
+    page.goto(own)
+    expect(page.get_by_text("paceline train fashion-mnist-mini")).to_be_visible()
+    live = begin_run(tmp_path, "first", task="my_task.py", unit="windows")
+    wait_for_text(page, NAMES, ["first"])
+    expect(page.get_by_role("row", name="Compare first")).to_contain_text("running")
+    expect(page.get_by_role("columnheader", name="windows/s")).to_be_visible()
+    end_run(live, status="interrupted")
+    expect(page.get_by_role("row", name="Compare first")).to_contain_text("interrupted")
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_a_token_leaves_the_address_and_stays_in_a_cookie(page: "Page", tmp_path: Path) -> None:
+    make_run(tmp_path, "alpha")
+    with serving(tmp_path, "0.0.0.0") as server:
+        page.goto(re.sub("//[^:]+:", "//127.0.0.1:", server.url))
+        wait_for_text(page, NAMES, ["alpha"])
+        assert "token" not in page.url
+        page.reload()
+        wait_for_text(page, NAMES, ["alpha"])
+
+
+@pytest.mark.parametrize(
+    "page_options", [{"viewport": {"width": 390, "height": 844}, "has_touch": True, "color_scheme": "dark"}]
+)
+@pytest.mark.usefixtures("no_charts")
+def test_a_phone_shows_it_without_scrolling_sideways(page: "Page", url: str) -> None:
+    page.goto(f"{url}#run=alpha&run=beta")
+    wait_for_text(page, "h1", ["2 records compared"])
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate("document.getElementById('rows').scrollWidth <= document.getElementById('rows').clientWidth")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"

@@ -1,0 +1,152 @@
+"""The report in a real browser, from a file: drawn, switched, zoomed, readable on a phone, and deaf to what records try."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from harness.pages import make_landscape, make_scale, make_timeline, make_train
+from paceline.report.page import write_report
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+STUDY = Path(__file__).parents[2] / "studies" / "results" / "ingredients.json"
+EVIL = "<b>b<a href='mailto:a'>%{x}<script>window.broken=1</script><img src=x onerror='window.broken=2'>"
+TRACES = "key => document.querySelector(`[data-key='${key}'] .plot`).data"
+DRAWN = "() => [...document.querySelectorAll('.plot')].every(plot => plot.querySelector('svg.main-svg'))"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One page with everything on it: two runs (one with a timeline and a landscape), a scale record and a study."""
+    folder = tmp_path_factory.mktemp("report")
+    first = make_landscape(make_timeline(make_train(folder / "first")))
+    paths = [first, make_train(folder / "second", accuracy=0.9), make_scale(folder / "scale"), STUDY]
+    return write_report(paths, folder / "report.html").as_uri()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> str:
+    """Two runs, and few charts to draw again."""
+    paths = [make_train(tmp_path / "first"), make_train(tmp_path / "second", accuracy=0.9)]
+    return write_report(paths, tmp_path / "report.html").as_uri()
+
+
+def traces(page: "Page", key: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = page.evaluate(TRACES, key)
+    return found
+
+
+def test_every_section_is_drawn_and_all_of_it_reached_by_keyboard(page: "Page", report: str) -> None:
+    page.goto(report)
+    page.wait_for_function(DRAWN)
+    heads = page.locator("h2").all_inner_texts()
+    assert heads[:4] == ["Contract", "Curves", "Where a step's time went", "Scaling"]
+    assert heads[4:] == ["Timeline", "Study", "Loss surface", "Notes and problems", "Environment"]
+    assert len(traces(page, "loss")) == 4  # training and validation of both
+    colours = [trace["line"]["color"] for trace in traces(page, "m-accuracy")]
+    assert len(set(colours)) == 2
+    assert colours == [trace["line"]["color"] for trace in traces(page, "noise")]  # a run's colour is the same in all charts
+    assert {trace["uid"] for trace in page.evaluate("document.querySelector('#timeline .plot').data")} >= {"hidden", "exposed"}
+    assert page.locator("#scaling .plot svg .errorbar").count() == 3
+    assert "second ended best, with accuracy 0.9000" in page.locator("#headline").inner_text()
+    assert page.locator("#study tbody tr").count() == 7
+    assert page.locator(".plot[role=img][aria-label^='Chart: ']").count() == page.locator(".plot").count()
+    reached = set()
+    focused = """() => {
+        const at = document.activeElement;
+        return [at.dataset.focus || at.id || at.tagName, getComputedStyle(at).outlineStyle];
+    }"""
+    for _ in range(120):
+        page.keyboard.press("Tab")
+        name, outline = page.evaluate(focused)
+        if name == "BODY":  # past the last one
+            break
+        assert outline != "none", f"{name} has no visible focus"
+        reached.add(name)
+        if name == "x epoch":
+            page.keyboard.press("Enter")
+            assert page.evaluate(focused)[0] == "x epoch"  # redrawing keeps the focus
+        if name == "loss table":
+            page.keyboard.press("Enter")
+    page.locator("[data-key=loss] .plot").scroll_into_view_if_needed()
+    page.wait_for_function("() => document.querySelector('[data-key=loss] .plot').data[0].x[0] === 0.25")
+    assert {"theme", "x step", "x epoch", "x time_s", "loss log", "loss table"} <= reached
+    assert any(name.startswith("run ") for name in reached)
+    assert page.locator("[data-key=loss] details tbody tr").count() == 30
+
+
+def test_what_somebody_chose_survives_an_update_and_the_colours_a_visit(page: "Page", pair: str) -> None:
+    page.goto(pair)
+    page.wait_for_function(DRAWN)
+    page.locator("[data-key=loss] .plot").scroll_into_view_if_needed()  # what is in sight is redrawn at once
+    assert traces(page, "loss")[0]["x"][:2] == [5, 10]
+    page.get_by_role("button", name="epochs").click()
+    assert traces(page, "loss")[0]["x"][:2] == [0.25, 0.5]
+    page.get_by_role("button", name="time", exact=True).click()
+    assert page.get_by_role("button", name="time", exact=True).get_attribute("aria-pressed") == "true"
+    page.locator(".chip", has_text="first").click()
+    assert len(traces(page, "loss")) == 2
+    field = page.locator("[data-key=loss] .plot .nsewdrag")
+    field.scroll_into_view_if_needed()
+    box = field.bounding_box()
+    assert box
+    page.mouse.move(box["x"] + 60, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 260, box["y"] + 140, steps=4)
+    page.mouse.up()
+    reset = page.locator("[data-key=loss] button", has_text="Reset zoom")
+    reset.wait_for()
+    zoom = page.evaluate("document.querySelector('[data-key=loss] .plot').layout.xaxis.range")
+    page.evaluate("""() => {
+        const sources = JSON.parse(document.getElementById("sources").textContent);
+        sources[1].series.step.loss[0] = 0.123;
+        Paceline.update(sources, { headline: "news" });
+    }""")
+    assert traces(page, "loss")[0]["y"][0] == 0.123
+    assert len(traces(page, "loss")) == 2
+    assert page.evaluate("document.querySelector('[data-key=loss] .plot').layout.xaxis.range") == zoom
+    assert page.locator("#headline").inner_text() == "news"
+    reset.click()
+    reset.wait_for(state="hidden")
+    # Dark by the system, light by wish, which is kept.
+    ink = "() => document.querySelector('[data-key=loss] .plot').layout.font.color"
+    light, light_ink = page.evaluate("getComputedStyle(document.body).backgroundColor"), page.evaluate(ink)
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    assert page.evaluate(ink) != light_ink  # charts are drawn anew
+    page.get_by_role("button", name="Switch to light colours").click()
+    assert page.evaluate(ink) == light_ink
+    page.reload(wait_until="commit")
+    page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
+
+
+def test_what_records_say_is_text_and_nothing_else(page: "Page", tmp_path: Path) -> None:
+    one = make_train(tmp_path / EVIL.replace("/", "\u2215"), model=EVIL, task=EVIL, optimizer=EVIL)
+    broken = tmp_path / "<b>bold %{x} $x$"
+    broken.mkdir()
+    (broken / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "loss": 2, "<img src=x onerror=broken()>": 1}\n')
+    page.goto(write_report([one, broken], tmp_path / "evil.html").as_uri())
+    page.wait_for_function(DRAWN)
+    assert page.evaluate("window.broken") is None
+    assert page.locator("main img, main script, main a[href^=javascript], main svg a, h1 b").count() == 0
+    assert page.locator(".chip").first.inner_text().startswith("<b>b<a href='mailto:a'>%{x}<script>window.broken=1")
+    page.locator("[data-key=loss] .plot .nsewdrag").hover()
+    page.wait_for_function(
+        "() => document.querySelector('[data-key=loss] .hoverlayer').textContent.includes(`<b>b<a href='mailto:a'>%{x}<scr`)"
+    )
+    assert page.locator(".hoverlayer a, .hoverlayer img").count() == 0
+    assert "environment.json is missing" in page.locator("#notes").inner_text()
+
+
+@pytest.mark.parametrize("page_options", [{"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}])
+def test_a_phone_scrolls_only_down(page: "Page", report: str) -> None:
+    page.goto(report)
+    page.wait_for_function(DRAWN)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    wide = """() => [...document.querySelectorAll("main *")]
+        .filter(each => !each.closest(".table-box, .plot") && each.getBoundingClientRect().right > 361)
+        .map(each => each.outerHTML.slice(0, 80))"""
+    assert page.evaluate(wide) == []

@@ -1,0 +1,209 @@
+"""Any folder or file as a source: complete records, and everything that can be wrong with one."""
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.pages import make_landscape, make_scale, make_timeline, make_train
+from paceline.records import Record
+from paceline.report.read import find_sources, is_running, read_source, read_summary
+
+STUDY = Path(__file__).parents[3] / "studies" / "results" / "batch.json"
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Path:
+    return make_train(tmp_path / "runs" / "demo")
+
+
+def test_a_complete_record(demo: Path) -> None:
+    source = read_source(make_landscape(make_timeline(demo)))
+    assert (source["kind"], source["name"], source["status"], source["tone"]) == ("train", "demo", "done", "good")
+    assert source["problems"] == []
+    assert source["notes"] == ["all workers agree"]
+    assert ["model", "cnn, 29,434 parameters"] in source["contract"]
+    assert ["workers", "P = 2 (V = 2 parts, one a worker), started here, 1 node(s)"] in source["contract"]
+    assert source["environment"]["command"] == "paceline train 'a b'"
+    assert source["environment"]["torch"] == "2.13.0"
+    assert source["series"]["step"]["epoch"][:2] == [0.25, 0.5]
+    assert source["series"]["epoch"]["val_accuracy"][-1] == 0.88
+    assert source["where"]["parts_s"]["compute"] == 0.02
+    assert source["where"]["slowest"] == 1
+    assert source["timeline"]["steps"][0]["step"] == 21
+    assert source["landscape"]["x"][0] == -1
+    assert source["summary"].startswith("demo trained cnn on fashion-mnist-mini with 2 workers")
+    json.dumps(source, allow_nan=False)
+
+
+def test_a_file_in_a_record_stands_for_the_record(demo: Path) -> None:
+    assert read_source(demo / "metrics.jsonl")["name"] == "demo"
+
+
+def test_scale_records_and_studies(tmp_path: Path) -> None:
+    scale = read_source(make_scale(tmp_path / "scale-x"))
+    assert (scale["kind"], scale["status"], len(scale["scale"]["counts"])) == ("scale", "done", 3)
+    assert ["model", "cnn, 29,434 parameters"] in scale["contract"]
+    assert "workers" not in dict(scale["contract"])  # it differs from count to count
+    study = read_source(STUDY)
+    assert (study["kind"], study["status"], study["name"]) == ("study", "in part", "study-batch")
+    (tmp_path / "s").mkdir()
+    shutil.copy(STUDY, tmp_path / "s" / "study.json")
+    assert read_source(tmp_path / "s")["study"]["arms"] == study["study"]["arms"]
+
+
+def test_a_run_still_going_is_running_and_one_whose_writer_is_gone_was_cut_short(demo: Path) -> None:
+    (demo / "result.json").unlink()
+    with (demo / "metrics.jsonl").open("ab") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        assert read_source(demo)["status"] == "running"
+        assert "is training" in read_source(demo)["summary"]
+        assert read_summary(demo)["status"] == "running"
+    source = read_source(demo)
+    assert source["status"] == "cut short"
+    assert any("cut short" in problem for problem in source["problems"])
+
+
+def test_a_real_record_being_written_counts_as_running(tmp_path: Path) -> None:
+    record = Record(str(tmp_path), "r")
+    assert is_running(record.path / "metrics.jsonl")
+    record.finish({"status": "failed", "why": "no"})
+    assert not is_running(record.path / "metrics.jsonl")
+    assert read_source(record.path)["status"] == "failed"
+
+
+def test_readers_do_not_take_each_other_for_a_writer(demo: Path) -> None:
+    with (demo / "metrics.jsonl").open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert not is_running(demo / "metrics.jsonl")
+
+
+def snapshot(folder: Path) -> dict[str, Any]:
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
+
+
+def test_reading_writes_nothing(demo: Path) -> None:
+    before = snapshot(demo)
+    read_source(demo)
+    read_summary(demo)
+    find_sources(demo.parent)
+    assert snapshot(demo) == before
+
+
+BROKEN = {
+    "empty": b"",
+    "half": b'{"kind": "step", "step": 1, "lo',
+    "binary": bytes(range(256)) * 10,
+    "list": b"[1, 2]\n",
+    "null": b"null\n",
+    "deep": b"[" * 200_000,
+    "wrong kinds": b'{"kind": {}, "status": [], "contract": 3, "metrics": "x", "counts": {"a": 1}, "study": 1, "runs": 2}\n',
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN.keys())
+@pytest.mark.parametrize(
+    "name",
+    [
+        "metrics.jsonl",
+        "environment.json",
+        "result.json",
+        "timeline.json",
+        "landscape.json",
+        "scale.json",
+        "study.json",
+        "x.json",
+    ],
+)
+def test_no_broken_file_stops_the_page(demo: Path, name: str, content: bytes) -> None:
+    make_landscape(make_timeline(demo))
+    if name in ("scale.json", "study.json"):
+        shutil.rmtree(demo)
+        demo.mkdir()
+    (demo / name).write_bytes(content)
+    source = read_source(demo / name if name == "x.json" else demo)
+    assert source["problems"], "what is broken must be said"
+    assert source["summary"]
+    json.dumps(source, allow_nan=False)
+    assert read_summary(demo)["name"] == "demo"
+
+
+def test_a_pipe_or_a_folder_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(make_train(tmp_path / "r") / "landscape.json")
+    for name in ("metrics.jsonl", "result.json"):
+        (tmp_path / "r" / name).unlink()
+        os.mkfifo(tmp_path / "r" / name)
+    (tmp_path / "r" / "timeline.json").mkdir()
+    assert "metrics.jsonl is missing: no curves" in read_source(tmp_path / "r")["problems"]
+    assert read_summary(tmp_path / "r")["task"] == "fashion-mnist-mini"
+
+
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "environment.json"])
+def test_what_is_missing_is_said(demo: Path, missing: str) -> None:
+    (demo / missing).unlink()
+    assert any(missing in problem for problem in read_source(demo)["problems"])
+
+
+def test_folders_and_paths_that_are_no_records(tmp_path: Path) -> None:
+    assert "no such file" in read_source(tmp_path / "gone")["problems"][0]
+    assert "no record" in read_source(tmp_path)["problems"][0]
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    assert "neither" in read_source(tmp_path / "other.json")["problems"][0]
+
+
+def test_a_contract_with_fields_missing_says_the_rest(demo: Path) -> None:
+    (demo / "environment.json").write_text(json.dumps({"contract": {"model": "cnn", "workers": "many", "peak_lr": None}}))
+    assert read_source(demo)["contract"] == [["model", "model cnn"], ["workers", "workers many"]]
+
+
+@pytest.mark.parametrize(
+    ("facts", "unit"),
+    [
+        ({"unit": "windows"}, "windows"),
+        ({}, "images"),  # a record from before contracts said it
+        ({"task": "my_task.py"}, "samples"),
+        ({"task": "my_task.py", "unit": ["no", "text"]}, "samples"),
+    ],
+)
+def test_what_samples_are_called(tmp_path: Path, facts: dict[str, Any], unit: str) -> None:
+    path = make_train(tmp_path / "r", **facts)
+    assert read_source(path)["unit"] == read_summary(path)["unit"] == unit
+
+
+def test_a_summary_of_a_finished_and_of_a_running_run(demo: Path) -> None:
+    line = read_summary(demo)
+    assert (line["task"], line["workers"], line["accuracy"], line["steps"]) == ("fashion-mnist-mini", 2, 0.88, 60)
+    (demo / "result.json").unlink()
+    line = read_summary(demo)
+    assert (line["status"], line["steps"], line["accuracy"], line["samples_per_s"]) == ("cut short", 60, 0.88, 7860)
+
+
+def test_a_summary_reads_only_the_end_of_a_long_file(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (demo / "result.json").unlink()
+    with (demo / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": "step", "step": 9}\n' * 50_000)
+    read = []
+    monkeypatch.setattr("paceline.report.read.json.loads", lambda text: read.append(len(text)) or {})
+    read_summary(demo)
+    assert sum(read) < 20_000
+
+
+def test_the_newest_source_comes_last_and_others_are_left_out(tmp_path: Path) -> None:
+    for age, name in enumerate(["c", "a", "b"]):
+        path = make_train(tmp_path / name) / "metrics.jsonl"
+        os.utime(path, (1_000_000 - age, 1_000_000 - age))
+    (tmp_path / "empty").mkdir()
+    make_train(tmp_path / ".hidden")
+    assert [path.name for path in find_sources(tmp_path)] == ["b", "a", "c"]
+    assert find_sources(tmp_path / "gone") == []
+
+
+def test_nothing_here_imports_torch() -> None:
+    code = "import paceline.report.page, paceline.report.read, sys; sys.exit('torch' in sys.modules or 'plotly' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

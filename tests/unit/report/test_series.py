@@ -1,0 +1,116 @@
+"""metrics.jsonl as columns: resumed runs, broken lines, and thinning that keeps every peak."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.report.series import MOST_ROWS, Columns, number, read_metrics_columns, short, text, thin
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def step(at: int, **values: Any) -> dict[str, Any]:
+    return {"kind": "step", "step": at, "epoch": 1, "time_s": at / 10, **values}
+
+
+def test_rows_become_columns_with_gaps_where_a_row_had_no_number(tmp_path: Path) -> None:
+    found = read_metrics_columns(
+        write(tmp_path / "m", step(1, loss=2.0), step(2, loss="nan"), step(3, loss=1.0, noise_scale=7))
+    )
+    assert thin(found.step)["loss"] == [2, None, 1]
+    assert thin(found.step)["noise_scale"] == [None, None, 7]
+
+
+def test_parts_of_a_step_are_columns_of_their_own_in_the_order_written(tmp_path: Path) -> None:
+    row = {"kind": "health", "step": 1, "parts_s": {"input": 0.1, "compute": 0.5, "other": "nan"}, "slowest": None}
+    found = read_metrics_columns(write(tmp_path / "m", row))
+    assert list(found.health.values) == ["step", "parts_s.input", "parts_s.compute"]
+
+
+def test_what_a_resumed_run_did_again_is_there_once(tmp_path: Path) -> None:
+    epoch = {"kind": "epoch", "epoch": 1, "step": 2, "val_loss": 1.0}
+    again = {"kind": "resume", "step": 2, "contract": {"workers": 3}}
+    found = read_metrics_columns(
+        write(
+            tmp_path / "m", step(1), step(2, loss=5), epoch, step(3, loss=4), again, {**epoch, "val_loss": 2.0}, step(3, loss=3)
+        )
+    )
+    assert thin(found.step)["step"] == [1, 2, 3]
+    assert thin(found.step)["loss"] == [None, 5, 3]
+    assert thin(found.epoch)["val_loss"] == [2]
+    assert found.notes == ["resumed from step 2 on 3 workers"]
+
+
+def test_lines_that_are_no_rows_are_counted_but_not_the_one_being_written(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", step(1), "GARBAGE", [1, 2], {"no": "kind"}, '{"kind": 3}', "[" * 100_000)
+    with path.open("ab") as file:
+        file.write(b'\xff\xfe\n{"kind": "st')
+    found = read_metrics_columns(path)
+    assert (found.step.count, found.unreadable) == (1, 6)
+
+
+def test_a_line_with_more_than_a_row_is_none_and_spaces_do_no_harm(tmp_path: Path) -> None:
+    twice = '{"kind": "step", "step": 8}, {"kind": "step", "step": 9}'
+    found = read_metrics_columns(write(tmp_path / "m", "  " + json.dumps(step(1)) + " \r", twice, "", step(2)))
+    assert (thin(found.step)["step"], found.unreadable) == ([1, 2], 1)
+
+
+def test_a_column_may_begin_late_be_text_at_first_or_pause(tmp_path: Path) -> None:
+    rows = [step(1), step(2, loss="nan", lr=1), step(3, loss=1.5), step(4, loss=True), step(5), step(6, loss=0.5)]
+    found = thin(read_metrics_columns(write(tmp_path / "m", *rows)).step)
+    assert found["loss"] == [None, None, 1.5, None, None, 0.5]
+    assert found["lr"] == [None, 1, None, None, None, None]
+
+
+def test_a_long_series_is_thinned_and_keeps_ends_and_every_peak() -> None:
+    columns = Columns()
+    for at in range(50_000):
+        columns.add(
+            {"step": at, "loss": 100.0 if at == 31_337 else 1.0, "lr": -5.0 if at == 777 else 0.1, "gain": float("nan")}
+        )
+    found = thin(columns)
+    assert len(found["step"]) <= MOST_ROWS
+    assert (found["step"][0], found["step"][-1]) == (0, 49_999)
+    assert found["step"][found["loss"].index(100)] == 31_337
+    assert found["step"][found["lr"].index(-5)] == 777
+    assert found["step"] == sorted(found["step"])
+
+
+def test_a_short_series_is_left_as_it_is() -> None:
+    columns = Columns()
+    for at in range(100):
+        columns.add({"step": at})
+    assert thin(columns)["step"] == list(range(100))
+
+
+def test_no_foreign_row_makes_columns_without_end() -> None:
+    columns = Columns()
+    columns.add({f"c{at}": at for at in range(5_000)})
+    columns.add({"x" * 10_000: 1, "c0": 10**400})
+    assert len(columns.values) < 100
+    assert math.isnan(columns.values["c0"][-1])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(1, 1.0), (0.5, 0.5), (True, None), ("nan", None), (math.inf, None), (10**400, None), ([], None)]
+)
+def test_only_finite_numbers_are_numbers(value: Any, expected: float | None) -> None:
+    assert number(value) == expected
+
+
+def test_numbers_are_cut_to_what_a_chart_shows() -> None:
+    assert short(2 / 3) == 0.6666667
+    assert isinstance(short(3.0), int)
+    assert short(math.nan) is None
+
+
+def test_text_has_no_control_characters_and_an_end() -> None:
+    assert text("a\x1b[31m\nb") == "a [31m b"
+    assert len(text("x" * 1_000_000)) < 3_000
+    assert text(None) == ""

@@ -1,0 +1,137 @@
+"""The sentence on top: honest for every way a run can end."""
+
+import math
+from typing import Any
+
+import pytest
+
+from paceline.report.summary import duration, headline, plural, rate, sentence, shares, tone
+
+
+def train(name: str = "demo", status: str = "done", **changes: Any) -> dict[str, Any]:
+    facts = {
+        "model": "cnn",
+        "task": "fashion-mnist-mini",
+        "workers": 2,
+        "virtual_workers": 4,
+        "global_batch": 256,
+        "total_steps": 120,
+    }
+    last = {
+        "accuracy": 0.882,
+        "loss": 0.4,
+        "epochs": 5,
+        "steps": 120,
+        "time_s": 3.8,
+        "samples_per_s": 7861.2,
+        "train_loss": 0.3,
+    }
+    source = {
+        **{"id": name, "name": name, "kind": "train", "status": status, "why": "", "facts": facts, "last": last},
+        **{"environment": {}, "where": None, "scale": None, "study": None},
+        **changes,
+    }
+    return source | {"summary": sentence(source)}
+
+
+def test_a_finished_run() -> None:
+    where = {"parts_s": {"compute": 0.82, "communication": 0.11, "other": 0.04, "input": 0.03}}
+    assert train(where=where)["summary"] == (
+        "demo trained cnn on fashion-mnist-mini with 2 workers (V = 4, global batch 256) to accuracy 0.8820 in 5 epochs, 3.8 s,"
+        " 7,861 images/s. 82% of a step was compute, 11% communication."
+    )
+
+
+def test_a_run_that_reached_its_target_says_so() -> None:
+    assert train(status="target reached")["summary"].endswith("7,861 images/s, where it reached its target.")
+
+
+def test_a_running_run_says_where_it_is_and_what_is_left() -> None:
+    last = {"steps": 40, "time_s": 4.0, "train_loss": 0.5}
+    said = train(status="running", last=last)["summary"]
+    assert "is training cnn" in said
+    assert said.endswith("step 40 of 120, loss 0.5000 so far, about 8.0 s left.")
+    assert train(status="running", last={})["summary"].endswith("no step is done yet.")
+
+
+def test_a_run_that_did_not_end_well_says_why_and_where() -> None:
+    said = train(status="diverged", why="diverged: the loss is nan at step 7", last={"steps": 6})["summary"]
+    assert said.startswith("demo diverged after 6 of 120 steps: the loss is nan at step 7. It was to train cnn")
+    assert (
+        "failed before its first step was written down: no disk." in train(status="failed", why="no disk.", last={})["summary"]
+    )
+    assert "was interrupted after 6 of 120 steps." in train(status="interrupted", last={"steps": 6})["summary"]
+    assert (
+        "was cut short after 6 steps, and nothing says why" in train(status="cut short", last={"steps": 6}, facts={})["summary"]
+    )
+
+
+def test_a_task_of_unknown_unit_has_samples() -> None:
+    said = train(facts={"task": "my_task.py"})["summary"]
+    assert said == "demo trained a model on my_task.py to accuracy 0.8820 in 5 epochs, 3.8 s, 7,861 samples/s."
+
+
+def test_samples_are_called_what_the_contract_says() -> None:
+    windows = train("a", facts={"task": "fashion-mnist", "unit": "windows"})
+    assert windows["summary"].endswith("7,861 windows/s.")
+    assert "a was fastest, with 7,861 windows/s" in headline([windows, train("b", last={"accuracy": 0.9, "samples_per_s": 1})])
+
+
+def test_several_runs_name_the_best_the_fastest_and_the_lost() -> None:
+    slow = train("slow", last={"accuracy": 0.9, "samples_per_s": 10.0})
+    fast = train("fast", last={"accuracy": 0.8, "samples_per_s": 200.0})
+    lost = train("lost", status="diverged", last={})
+    assert headline([slow, fast, lost]) == (
+        "3 runs: slow ended best, with accuracy 0.9000; fast was fastest, with 200 images/s; diverged: lost."
+    )
+    assert "fast ended best, with accuracy 0.8000, and was fastest" in headline(
+        [fast, train("x", last={"accuracy": 0.1, "samples_per_s": 1})]
+    )
+    assert headline([lost, train("gone", status="cut short", last={})]) == "2 runs: diverged: lost; cut short: gone."
+
+
+def test_without_accuracy_the_lowest_loss_is_best() -> None:
+    assert "b ended best, with loss 0.1000" in headline([train("a", last={"loss": 0.2}), train("b", last={"loss": 0.1})])
+
+
+def test_scaling_in_a_sentence() -> None:
+    counts = [
+        {"workers": 1, "samples_per_s": 100.0, "speed_up": 1.0, "parts_s": {}},
+        {"workers": 4, "samples_per_s": 300.0, "speed_up": 3.0, "parts_s": {"compute": 3.0, "waiting": 1.0}},
+    ]
+    source = train(kind="scale", scale={"task": "t", "mode": "weak", "unit": "images", "counts": counts})
+    assert source["summary"] == (
+        "t, weak scaling: 1 worker made 100 images/s, 4 workers 300: 3.00 times as many, 75% of linear."
+        " With 4 workers, 75% of a step was compute, 25% waiting."
+    )
+    assert "nothing was measured" in train(kind="scale", scale={"counts": []})["summary"]
+    assert "one count alone" in train(kind="scale", scale={"counts": counts[:1]})["summary"]
+
+
+def test_words_for_numbers() -> None:
+    assert [duration(s) for s in (0.0123, 3.84, 75, 3599.9, 7500, 3600)] == [
+        "12 ms",
+        "3.8 s",
+        "1 min 15 s",
+        "1 h",
+        "2 h 5 min",
+        "1 h",
+    ]
+    assert (rate(7861.4), rate(12.345)) == ("7,861", "12.3")
+    assert (plural(1, "worker"), plural(2000, "worker")) == ("1 worker", "2,000 workers")
+    assert shares({"compute": 0.0}) == ""
+    assert shares({"input": 0.98, "other": 0.02}) == "98% of a step was input"
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"), [("done", "good"), ("running", "live"), ("failed", "bad"), ("cut short", "plain"), ("<b>", "plain")]
+)
+def test_tones(status: str, expected: str) -> None:
+    assert tone(status) == expected
+
+
+def test_facts_of_the_wrong_kind_do_no_harm() -> None:
+    assert (
+        "trained"
+        in train(facts={"workers": "two", "virtual_workers": None, "global_batch": math.nan, "total_steps": []})["summary"]
+    )
