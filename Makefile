@@ -21,8 +21,13 @@ demo: setup  ## train on 2 local workers and write the report, about a minute
 	$(BIN)/paceline train fashion-mnist-mini --workers 2 --name demo --profile
 	$(BIN)/paceline report
 
-test: setup  ## the whole suite
+test: setup  ## the whole suite; ARGS="tests/laws -k law4" for less
+ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
+else
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/course tests/browser
+	$(BIN)/python -m pytest tests/laws tests/ranks tests/engines tests/gpu
+endif
 
 check: setup  ## lint, format, types, who imports whom
 	$(BIN)/ruff check .

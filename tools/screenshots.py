@@ -56,10 +56,11 @@ def take(browser: Browser, folder: Path) -> None:
     paceline(folder, "report", "two-workers")
     with opened(browser, (folder / "runs" / "two-workers" / "report.html").as_uri(), "light", height=1560) as page:
         page.screenshot(path=IMAGES / "report.png")
-    paceline(folder, "report", "two-workers", "scaling", "--out", "both.html")
-    with opened(browser, (folder / "both.html").as_uri(), "light") as page:
+    paceline(folder, "report", "scaling")
+    with opened(browser, (folder / "runs" / "scaling" / "report.html").as_uri(), "light") as page:
         shoot(page, "Scaling", "scaling.png")
-    with opened(browser, (folder / "both.html").as_uri(), "dark") as page:
+        shoot(page, "Where a step's time went", "parts.png")
+    with opened(browser, (folder / "runs" / "two-workers" / "report.html").as_uri(), "dark") as page:
         shoot(page, "Timeline", "timeline.png")
     command = [sys.executable, "-m", "paceline", "board", "--port", "0"]
     board = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)

@@ -35,6 +35,9 @@ from typing import Any
 
 from paceline.errors import RecordError
 
+PARTS = ("input", "compute", "communication", "waiting", "optimizer", "other")
+"""What the time of a step is split into; they add up to it."""
+
 
 class Record:
     """One run's folder, open for writing. Rank 0 alone has one."""
@@ -192,6 +195,11 @@ def read_result(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RecordError(f"record {path} has no readable result.json: {error}") from None
     return result
+
+
+def name_for(task: str) -> str:
+    """A task's name as part of a file's: `my_task` for my_task.py and for my_task.py:function."""
+    return Path(task.partition(":")[0]).stem if ".py" in task else task.replace(":", "-")
 
 
 def unit_of(contract: Mapping[str, Any]) -> str:

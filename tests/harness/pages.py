@@ -72,7 +72,6 @@ def make_timeline(path: Path) -> Path:
                 events.append({"ph": "X", "name": name, "cat": kind, "args": args, **at})
     bucket = {
         "bucket": 0,
-        "order": 0,
         "bytes": 117808,
         "parameters": ["fc.weight"],
         "ready_s": 0.003,

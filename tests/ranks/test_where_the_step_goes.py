@@ -17,13 +17,15 @@ from paceline.data.loaders import Arrays
 from paceline.dist.world import World
 from paceline.measure import windows
 from paceline.training import step as step_module
-from paceline.training.build import build
+from paceline.training.build import Run, build
 from paceline.training.task import Task, classify
 from paceline.training.timing import PARTS
 
 _DELAY_S = 0.03
 _HOW = {"windows": 3, "window_s": 0.05}
-_FAULTS = ("none", "slow loader", "slow worker", "slow link", "slow optimizer", "exact, slow worker")
+_SLOW_WORKER = ("slow worker", "exact, slow worker", "local steps, slow worker", "exact local steps, slow worker")
+_SLOW_WORKER += ("noise, slow worker",)
+_FAULTS = ("none", "slow loader", "slow link", "slow optimizer", *_SLOW_WORKER)
 
 
 def _measure_all(world: World) -> dict[str, Any]:
@@ -46,13 +48,21 @@ def _measure(world: World, fault: str) -> dict[str, Any]:
         return batch
 
     task = blobs(objective=objective, prepare=prepare)
-    reduce = "exact" if fault.startswith("exact") else "fast"
-    run = build(task, make_config(task.defaults, {"reduce": reduce, "profile": True}), world)
-    if fault == "slow optimizer":
-        inner = run.step.optimizer.step
-        run.step.optimizer.step = lambda: (time.sleep(_DELAY_S), inner())  # type: ignore[method-assign]
+    options = {"reduce": "exact" if "exact" in fault else "fast"}
+    if "local" in fault:
+        options |= {"local_steps": 1, "local_after": 0.0}
+    if "noise" in fault:
+        options |= {"measure_noise": True}
+
+    def make(profile: bool) -> Run:
+        run = build(task, make_config(task.defaults, {**options, "profile": profile}), world)
+        if fault == "slow optimizer":
+            inner = run.step.optimizer.step
+            run.step.optimizer.step = lambda: (time.sleep(_DELAY_S), inner())  # type: ignore[method-assign]
+        return run
+
     with _slow_link() if fault == "slow link" else _nothing():
-        return windows.measure(run, _HOW)["count"]  # type: ignore[no-any-return]
+        return windows.measure(make, _HOW)["count"]  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -97,7 +107,7 @@ def test_a_fault_shows_in_its_own_part(counts: dict[str, Any], fault: str, part:
     assert found[part] > 0.5 * counts[fault]["step_s"]
 
 
-@pytest.mark.parametrize("fault", ["slow worker", "exact, slow worker"])
+@pytest.mark.parametrize("fault", _SLOW_WORKER)
 def test_a_slow_worker_computes_while_the_other_waits(counts: dict[str, Any], fault: str) -> None:
     waits, slow = (worker["parts_s"] for worker in counts[fault]["by_worker"])
     assert max(waits, key=lambda name: waits[name]) == "waiting"
@@ -159,6 +169,8 @@ def test_a_timeline_has_every_worker_and_every_bucket() -> None:
             mine = [event for event in events if (event["pid"], event["args"]["step"]) == (rank, step)]
             computed = [event for event in mine if event["tid"] == 0]
             assert {"input", "forward", "backward", "optimizer"} <= {event["name"] for event in computed}
+            waits = {event["name"] for event in computed} & {"waiting", "communication"}
+            assert waits, "one worker at least has to wait for the other, and both for the average"
             assert [event["args"]["bucket"] for event in mine if event["tid"] == 1] == list(range(len(buckets)))
             for before, after in itertools.pairwise(computed):
                 assert before["ts"] + before["dur"] <= after["ts"] + 0.01, "one line does one thing at a time"

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-PARTS = ("input", "compute", "communication", "waiting", "optimizer", "other")
+from paceline.records import PARTS
 
 _GOOD, _WORTH_SAYING = 0.9, 0.15
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.config import Config, check_options, flag, make_config
 from paceline.errors import UsageError
+from paceline.records import name_for
 from paceline.toml import read_recipe
 
 PARTS, EPOCHS = 4, 3
@@ -38,8 +39,7 @@ def train_probe(task: str, options: Mapping[str, Any]) -> Path:
     from paceline.training.run import train
 
     batch = tasks.resolve(task, options)[1].reference_batch
-    stem = Path(task.partition(":")[0]).stem if ".py" in task else task.replace(":", "-")
-    usual = {"epochs": EPOCHS, "name": f"advise-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"}
+    usual = {"epochs": EPOCHS, "name": f"advise-{name_for(task)}-{time.strftime('%Y%m%d-%H%M%S')}"}
     if "virtual_workers" not in options:
         usual |= {"virtual_workers": math.gcd(batch, PARTS), "global_batch": batch}
     asked = {**usual, **options, "measure_noise": True}

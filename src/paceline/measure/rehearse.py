@@ -19,6 +19,7 @@ from paceline.measure.results import compare_arm, difference_words, final_values
 from paceline.measure.runs import NOT_ITS_OWN
 from paceline.measure.spread import Comparison
 from paceline.measure.study import Arm, Study, is_built_in, parse_seeds, read_base, run_study
+from paceline.records import name_for
 from paceline.toml import packaged_recipes, read_recipe, to_toml
 
 REFERENCE = "reference"
@@ -106,8 +107,7 @@ def make_rehearsal(
         arms.append(
             Arm(name=f"{workers} workers with {nearest}", options={**merge_options(kept, taken), **large}, about=nearest)
         )
-    stem = Path(task.partition(":")[0]).stem if ".py" in task else task.replace(":", "-")
-    name = f"rehearse-{stem}-{workers}"
+    name = f"rehearse-{name_for(task)}-{workers}"
     return Study(
         name=name, source="rehearse", task=task, arms=tuple(arms), seeds=seeds, reference=REFERENCE, margin=margin
     ), workers

@@ -1,7 +1,7 @@
 """`paceline scale TASK --workers 1,2,4`: images/s at each number of workers, against linear, and where the rest went.
 
-For each number the same command is started as so many workers, which train in windows: some as always, for the speed, and in
-turn with them some with every step timed (`training/timing.py`), for the parts. Then all-reduces are timed by themselves. Under
+For each number the same command is started as so many workers, which train in windows: some as always, for the speed, and then
+some with every step timed (`training/timing.py`), for the parts. Then all-reduces are timed by themselves. Under
 torchrun, srun or mpirun there is one number of workers, the world's own; runs of one --name go into one record. What was found
 is scale.json in a record of its own. Nothing at the top of this file imports torch.
 """
@@ -20,7 +20,7 @@ from paceline.dist.launch import launch
 from paceline.dist.place import cores, read_place
 from paceline.errors import PacelineError, RecordError, UsageError
 from paceline.measure.advice import advise_scale, table
-from paceline.records import environment, write_file
+from paceline.records import environment, name_for, write_file
 from paceline.toml import read_recipe
 
 FILE = "scale.json"
@@ -118,8 +118,7 @@ _WHERE = ("workers", "nodes", "node_id", "rendezvous", "backend", "timeout_s", "
 
 
 def _name(task: str) -> str:
-    stem = Path(task.partition(":")[0]).stem if ".py" in task else task.replace(":", "-")
-    return f"scale-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return f"scale-{name_for(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _folder(task: str, options: Mapping[str, Any]) -> Path:

@@ -1,10 +1,11 @@
-"""One world's side of `paceline scale`: train in windows, some for the speed and some with every step timed; then all-reduces
+"""One world's side of `paceline scale`: train in windows, first for the speed and then with every step timed; then all-reduces
 by themselves. Every worker does the same."""
 
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,13 @@ from paceline.dist.world import World, world
 from paceline.errors import UsageError
 from paceline.loading import load_rest
 from paceline.measure.scale import summarise
+from paceline.records import PARTS
 from paceline.training import fast, tasks
 from paceline.training.build import Run, build
 from paceline.training.carrier import Meter
 from paceline.training.exact import same_bits
 from paceline.training.parts import Pass
-from paceline.training.timing import PARTS, Split, Timed, split_steps
+from paceline.training.timing import Split, Timed, split_steps
 
 _WARM_UP = 15  # steps: DDP lays its buckets out anew after the first and measures ten
 _LINK_BYTES = (4, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
@@ -31,34 +33,47 @@ def measure_here(task_name: str, options: Mapping[str, Any], how: Mapping[str, A
     """Measure in the world that this process is in; what was found, on rank 0."""
     load_rest()
     with world(options.get("backend", "auto"), float(options.get("timeout_s", 600.0))) as here:
-        task, config = tasks.resolve(task_name, {**options, "profile": True})  # to profile is to look at DDP's buckets
+        task, config = tasks.resolve(task_name, options)
         with same_bits(config):
-            found = measure(build(task, config, here), how)
+            found = measure(lambda profile: build(task, replace(config, profile=profile), here), how)
         return {**found, "unit": task.unit} if here.speaks else None
 
 
-def measure(run: Run, how: Mapping[str, Any]) -> dict[str, Any]:
-    """The count and the links of a run that was built to be profiled, as scale.json has them. Every worker reaches this."""
+def measure(make: Callable[[bool], Run], how: Mapping[str, Any]) -> dict[str, Any]:
+    """The count and the links of a run, as scale.json has them. Every worker reaches this.
+
+    `make(profile)` builds it: once as it trains, for the speed, and once more with stamps wherever there can be any and a look
+    at DDP's buckets, for the parts. Both would not fit a device that one fills.
+    """
+    run = make(False)
     if not run.sampler.full_steps:
         raise UsageError(
             f"an epoch of {run.contract.train_samples:,} samples has no full step of {run.sampler.global_batch:,}: use a"
             " smaller batch, or more data"
         )
+    here, batch = run.world, run.sampler.global_batch
+    work, steps = _begin(run, how)
+    speeds = [steps * batch / work.window(steps) for _ in range(how["windows"])]
+    run.step.captured = None  # NCCL does not end while a graph lives that holds some of its work
+    del run, work
+    run = make(True)
+    work, steps = _begin(run, how)
+    timed = [step for _ in range(how["windows"]) for step in work.timed(max(5, steps // 2))]
+    split, buckets = split_steps(timed, here), _describe_buckets(timed)
+    links = _measure_links(here, _gradient_bytes(run)) if here.size > 1 else []
+    run.step.captured = None
+    return {"count": _describe(run, split, {**summarise(speeds), "buckets": buckets}, links), "links": links}
+
+
+def _begin(run: Run, how: Mapping[str, Any]) -> tuple["_Work", int]:
+    """The run's steps, warmed up, and how many of them make a window."""
     fast.prepare(run, 0)
-    work, here = _Work(run), run.world
+    work = _Work(run)
     run.step.model.train()
     run.step.clock.on = False
     work.window(_WARM_UP)
     step_s = work.window(_WARM_UP) / _WARM_UP
-    steps = int(here.share(max(5, round(how["window_s"] / step_s))))
-    speeds, timed = [], []
-    for _ in range(how["windows"]):
-        speeds.append(steps * run.sampler.global_batch / work.window(steps))
-        timed += work.timed(max(5, steps // 2))
-    split, buckets = split_steps(timed, here), _describe_buckets(timed, here)
-    links = _measure_links(here, _gradient_bytes(run)) if here.size > 1 else []
-    run.step.captured = None  # NCCL does not end while a graph lives that holds some of its work
-    return {"count": _describe(run, split, {**summarise(speeds), "buckets": buckets}, links), "links": links}
+    return work, int(run.world.share(max(5, round(how["window_s"] / step_s))))
 
 
 class _Work:
@@ -147,7 +162,7 @@ def _gradient_bytes(run: Run) -> int:
     return sum(parameter.nbytes for parameter in run.step.model.parameters() if parameter.requires_grad)
 
 
-def _describe_buckets(timed: Sequence[Timed], here: World) -> list[dict[str, Any]]:
+def _describe_buckets(timed: Sequence[Timed]) -> list[dict[str, Any]]:
     """When DDP has each bucket ready, after the last backward pass began: medians of this worker's steps."""
     rows = []
     for step in timed:

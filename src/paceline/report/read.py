@@ -17,11 +17,11 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.measure.results import read_results
-from paceline.records import unit_of
+from paceline.records import PARTS, unit_of
 from paceline.report.facts import contract_lines, environment_lines
 from paceline.report.series import Columns, Metrics, number, read_metrics_columns, short, text, thin
 from paceline.report.summary import sentence, tone
-from paceline.report.tables import PARTS, view_landscape, view_scale, view_study
+from paceline.report.tables import view_landscape, view_scale, view_study
 from paceline.report.timeline import view_timeline
 
 STUDY_FILES = ("study.json", "results.json")

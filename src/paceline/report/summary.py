@@ -195,7 +195,7 @@ def _scale(source: Mapping[str, Any]) -> str:
     if last is first:
         return said + "; one count alone says nothing of scaling."
     said += f", {plural(last['workers'], 'worker')} {rate(last['samples_per_s'])}"
-    speed_up = last["speed_up"] or last["samples_per_s"] / first["samples_per_s"] if first["samples_per_s"] else None
+    speed_up = last["samples_per_s"] / first["samples_per_s"] if first["samples_per_s"] else None
     if speed_up:
         linear = last["workers"] / first["workers"]
         said += f": {speed_up:.2f} times as many, {speed_up / linear:.0%} of linear"

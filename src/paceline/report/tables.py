@@ -5,10 +5,9 @@ from typing import Any
 
 from paceline.measure.results import GOOD, compare_arm, difference_words, final_values, spread_words
 from paceline.measure.spread import LEGEND, deviation, mean, median
-from paceline.records import unit_of
+from paceline.records import PARTS, unit_of
 from paceline.report.series import number, short, text
 
-PARTS = ("input", "compute", "communication", "waiting", "optimizer", "other")
 """What a step's time is divided into, in the order it is drawn."""
 
 _MOST_SIDE = 400  # points along one side of a landscape

@@ -13,7 +13,7 @@ from paceline.report.series import number, short, text
 
 _MOST_WORKERS = 16
 _MOST_BARS = 6_000
-_KINDS = ("input", "forward", "backward", "communication", "optimizer", "other")
+_KINDS = ("input", "forward", "backward", "communication", "waiting", "optimizer", "other")
 _EXACT = 1e-9  # pieces shorter than this share of a microsecond are rounding
 
 
@@ -24,6 +24,8 @@ def view_timeline(found: Any, problems: list[str]) -> dict[str, Any] | None:
         problems.append("timeline.json holds no traceEvents")
         return None
     spans = [span for span in map(_span, events) if span]
+    if any(span["bucket"] is not None for span in spans):  # which say more than that the worker communicates
+        spans = [span for span in spans if span["kind"] != "communication" or span["bucket"] is not None]
     if not spans:
         problems.append("timeline.json holds no spans to draw")
         return None
@@ -48,6 +50,7 @@ def view_timeline(found: Any, problems: list[str]) -> dict[str, Any] | None:
         "buckets": _buckets(about),
         "reduce": text(about.get("reduce"), 80),
         "backend": text(about.get("backend"), 80),
+        "replayed": about.get("replayed") is True,
         "end_ms": short(max(span["end"] - start for span in spans) / 1e3),
     }
 
@@ -126,10 +129,10 @@ def _steps(spans: list[dict[str, Any]], start: float) -> list[dict[str, Any]]:
 def _buckets(about: Mapping[str, Any]) -> list[dict[str, Any]]:
     buckets = about.get("buckets")
     rows = [bucket for bucket in buckets if isinstance(bucket, dict)] if isinstance(buckets, list) else []
-    names = ("bucket", "order", "bytes", "ready_s", "took_s", "hidden_s")
+    names = ("bucket", "bytes", "ready_s", "took_s", "hidden_s")
     found = []
     for row in rows:
         parameters = row.get("parameters")
         listed = [text(name, 120) for name in parameters] if isinstance(parameters, list) else []
         found.append({**{name: number(row.get(name)) for name in names}, "parameters": listed[:200], "count": len(listed)})
-    return sorted(found, key=lambda row: (row["order"] is None, row["order"] or 0))
+    return sorted(found, key=lambda row: (row["bucket"] is None, row["bucket"] or 0))

@@ -78,7 +78,7 @@ class _Fit:
         self.health, step = Health(run), run.step
         self.profile: Profile | None = None
         if run.config.profile:
-            self.profile = Profile(step.clock, step.model, run.world, progress.step, step.schedule.total_steps)
+            self.profile = Profile(step, progress.step)
         run.step.say = self._say
 
     def epochs(self) -> None:

@@ -15,7 +15,7 @@ from paceline.records import Record, environment
 from paceline.toml import to_toml
 from paceline.training.contract import Contract
 from paceline.training.health import describe, judge
-from paceline.training.timeline import describe_buckets
+from paceline.training.timeline import describe_timeline
 
 Row = Mapping[str, Any]
 
@@ -213,7 +213,7 @@ class Printer:
     def timeline(self, timeline: Row) -> None:
         about = timeline["paceline"]
         self._line(f"timeline of steps {about['steps'][0]} to {about['steps'][-1]}: {self._record}/timeline.json")
-        for line in describe_buckets(about["buckets"]):
+        for line in describe_timeline(about):
             self._line(line)
 
     def end(self, result: Result, model: nn.Module | None) -> None:

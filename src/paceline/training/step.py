@@ -174,6 +174,7 @@ class Step:
                 self.enter("backward")
                 total.backward()  # type: ignore[no-untyped-call]
             if self._sam is not None:
+                self.enter("update")
                 self._sam.descend()
             if noise is not None and item.last and (self._reducer is not None or not final or self.world.size == 1):
                 noise.take(*self._unit, sums=self._reducer is None)
@@ -230,6 +231,7 @@ class Step:
         if self._measuring and self.noise is not None:
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             self.noise.add(*self._unit, {p: grad for p, grad in pairs if p is not self._carrier.cargo})
+            self.clock.looked()
         return self.clock.average(bucket, lambda: allreduce_hook(group, bucket))
 
     def dry_run(self, inputs: Sequence[Inputs], passes: Sequence[Pass], step_samples: int, loss: Loss) -> None:

@@ -2,16 +2,16 @@
 
 One process a worker; in it what the worker computes (input, forward, backward, optimizer) and, on a second line, DDP's
 buckets: each from the moment its gradients are ready until they are averaged. What of that lies before the worker's last
-gradient is hidden behind the backward pass; the rest is what the step waits for.
+gradient is hidden behind the backward pass; the rest the step waits for: for slower workers until the last of them has its
+gradients, and then for communication. Steps that are replayed from a CUDA graph have no such inside; those of the timeline are
+launched one by one.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
-from paceline.dist.world import World
-from paceline.training.timing import PHASES, Clock, Timed
+from paceline.training.step import Step
+from paceline.training.timing import PHASES, Timed
 
 WARM_UP, STEPS = 10, 5
 """Steps before the timeline begins, and in it: DDP lays its buckets out anew after the first step."""
@@ -23,12 +23,13 @@ _MOST_NAMES = 1000
 class Profile:
     """The steps of a run that are followed."""
 
-    def __init__(self, clock: Clock, model: nn.Module, world: World, first: int, last: int) -> None:
-        """Of a run that goes on at step `first` and ends before `last`."""
+    def __init__(self, step: Step, first: int) -> None:
+        """Of a run that goes on at step `first`."""
+        last = step.schedule.total_steps
         begin = min(first + WARM_UP, max(first, last - STEPS))
         self.steps = range(begin, min(begin + STEPS, last))
-        self._clock, self._world = clock, world
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._step, self._clock, self._world = step, step.clock, step.world
+        self._names = {parameter: name for name, parameter in step.model.named_parameters()}
         self._taken: list[Timed] = []
 
     def before(self, step: int) -> None:
@@ -46,19 +47,25 @@ class Profile:
         self._clock.follows_buckets = False
         workers = self._world.gather([_plain(each, self._names) for each in self._taken])
         self._taken = []
-        return make_timeline(workers, self._world.backend) if self._world.speaks else None
+        if not self._world.speaks:
+            return None
+        how = {"backend": self._world.backend, "reduce": self._step.config.reduce}
+        return make_timeline(workers, {**how, "replayed": self._step.captured is not None})
 
 
-def make_timeline(workers: Sequence[Sequence[Mapping[str, Any]]], backend: str) -> dict[str, Any]:
-    """The trace of every worker's steps, and what became of each bucket."""
+def make_timeline(workers: Sequence[Sequence[Mapping[str, Any]]], how: Mapping[str, Any]) -> dict[str, Any]:
+    """The trace of every worker's steps, and what became of each bucket. `how`: the backend, the way gradients are reduced, and
+    whether other steps are replayed from a CUDA graph.
+    """
     origin = min(step["spans"][0][1] for steps in workers for step in steps)
     events: list[dict[str, Any]] = []
     for rank, steps in enumerate(workers):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"worker {rank}"}})
         for line, name in enumerate(_LINES):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": line, "args": {"name": name}})
-        for step in steps:
-            for phase, begin, end in _cut(step):
+        for number, step in enumerate(steps):
+            latest = max((_ready(of_worker[number]) or 0.0 for of_worker in workers), default=0.0)
+            for phase, begin, end in _cut(step, latest):
                 events.append(_event((phase, phase), (begin - origin, end - origin), (rank, 0), {"step": step["step"]}))
             for number, bucket in enumerate(step["buckets"]):
                 about = {"step": step["step"], "bucket": number, "bytes": bucket["bytes"]}
@@ -71,16 +78,18 @@ def make_timeline(workers: Sequence[Sequence[Mapping[str, Any]]], backend: str) 
         "paceline": {
             "workers": len(workers),
             "steps": [step["step"] for step in first],
-            "backend": backend,
+            **how,
             "buckets": _describe_buckets([step for steps in workers for step in steps]),
         },
     }
 
 
-def describe_buckets(buckets: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line a bucket, in the order in which they are averaged."""
-    lines = []
-    for bucket in buckets:
+def describe_timeline(about: Mapping[str, Any]) -> list[str]:
+    """A line a bucket, in the order in which they are averaged, and what else should be known."""
+    lines = ["these steps were launched one by one; the others are replayed from a CUDA graph"] if about["replayed"] else []
+    if about["reduce"] == "exact" and about["workers"] > 1:
+        lines.append("an exact sum has no buckets: it is taken when the backward pass is over")
+    for bucket in about["buckets"]:
         names, took_s = bucket["parameters"], bucket["took_s"]
         held = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
         hidden = f", {bucket['hidden_s'] / took_s:.0%} of it behind the backward pass" if took_s else ""
@@ -107,16 +116,25 @@ def _event(
     }
 
 
-def _cut(step: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """The phases as people name them; the backward pass ends with the last gradient, and what is left of it is averaging."""
-    words = {**PHASES, "data": "input", "reduce": "communication"}
-    found = []
+def _ready(step: Mapping[str, Any]) -> float | None:
+    """When the worker had all its gradients: in the backward pass that DDP averages in, or where an exact sum begins."""
+    ready, spans = step["ready"], step["spans"]
+    if ready is not None and any(phase == "backward" and begin <= ready <= end for phase, begin, end in spans):
+        return float(ready)
+    return next((begin for phase, begin, _ in spans if phase == "reduce"), None)
+
+
+def _cut(step: Mapping[str, Any], latest: float) -> list[tuple[str, float, float]]:
+    """The phases as people name them; the backward pass ends with the last gradient. What is left of it is waiting, until the
+    latest worker has its own, and then communication.
+    """
+    found, ready = [], _ready(step)
     for phase, begin, end in step["spans"]:
-        ready = step["ready"]
-        if phase == "backward" and ready is not None and begin <= ready <= end:
-            found += [("backward", begin, ready), ("communication", ready, end)]
+        if ready is not None and begin <= ready <= end and phase in ("backward", "reduce"):
+            together = min(max(latest, ready), end)
+            found += [("backward", begin, ready), ("waiting", ready, together), ("communication", together, end)]
         else:
-            found.append((words[phase], begin, end))
+            found.append(("communication" if phase == "reduce" else PHASES[phase], begin, end))
     return [span for span in found if span[2] > span[1]]
 
 
@@ -133,7 +151,7 @@ def _describe_buckets(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             hidden = max(0.0, min(bucket["averaged"], end) - bucket["ready"])
             rows.append((bucket["ready"] - begin, bucket["averaged"] - bucket["ready"], hidden))
         ready_s, took_s, hidden_s = (sum(column) / len(rows) for column in zip(*rows, strict=True))
-        about = {"bucket": number, "order": number, "bytes": like["bytes"], "parameters": like["parameters"]}
+        about = {"bucket": number, "bytes": like["bytes"], "parameters": like["parameters"]}
         described.append({**about, "ready_s": ready_s, "took_s": took_s, "hidden_s": hidden_s})
     return described
 

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.dist.world import World
+from paceline.records import PARTS
 
-PARTS = ("input", "compute", "communication", "waiting", "optimizer", "other")
 PHASES = {
     "data": "input",
     "forward": "forward",
@@ -138,6 +138,11 @@ class Clock:
             return done.value()
 
         return averaging().then(averaged)
+
+    def looked(self) -> None:
+        """This worker has just looked at a bucket's gradients, for the noise scale: they are ready now, and not before."""
+        if self._now is not None and self._now.ready is not None:
+            self._now.ready = self._stamp()
 
     def take(self) -> list[Timed]:
         """The steps timed since this was last asked, in seconds on a clock that all workers share. Waits for the GPU.
@@ -264,10 +269,11 @@ def fill_up(parts_s: Mapping[str, float], step_s: float) -> dict[str, float]:
 def _own_parts(timed: Timed) -> list[float]:
     """input, forward, backward, exposed, optimizer, other, and when the last gradient was ready."""
     sums = dict.fromkeys(PHASES.values(), 0.0)
-    averaging, passed = None, None
+    averaging: float | None = None
+    passed: tuple[float, float] | None = None
     for phase, begin, end in timed.spans():
         sums[PHASES[phase]] += end - begin
-        averaging = begin if phase == "reduce" else averaging
+        averaging = begin if phase == "reduce" and averaging is None else averaging
         passed = (begin, end) if phase == "backward" else passed
     ready = averaging
     if timed.ready is not None and passed is not None and passed[0] <= timed.ready <= passed[1]:
@@ -286,10 +292,8 @@ def _memory_bytes(world: World) -> float:
 
 def _offset_s(world: World) -> float:
     """How far this worker's clock is ahead of rank 0's: nothing on one machine. Every worker reaches this."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    number = int(boot.read_text().replace("-", "")[:15], 16) if boot.exists() else world.rank
     ids = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-    ids[world.rank] = number
+    ids[world.rank] = _machine(world.rank)
     dist.all_reduce(ids)
     if bool((ids == ids[0]).all()):
         return 0.0
@@ -299,3 +303,9 @@ def _offset_s(world: World) -> float:
         stamps[world.rank, i] = time.perf_counter()
     dist.all_reduce(stamps)
     return float((stamps[world.rank] - stamps[0]).median())
+
+
+def _machine(rank: int) -> int:
+    """A number that workers of one machine have in common; where the system gives none, of this worker alone."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return int(boot.read_text().replace("-", "")[:15], 16) if boot.exists() else rank

@@ -6,7 +6,6 @@ import pytest
 
 from paceline.measure.advice import PARTS, advise_scale, lost_s, table
 from paceline.measure.scale import parse_counts
-from paceline.training import timing
 
 
 def _count(workers: int, speed: float, devices: str = "4 x GPU", parts: int = 0, **parts_s: float) -> dict[str, Any]:
@@ -76,10 +75,6 @@ def test_the_table_has_every_count_and_part() -> None:
     assert "10.00 (50%)" in text
     assert "medians of 7 windows" in text
     assert "took up to" not in text, "the second count's windows are as fast as its timed steps"
-
-
-def test_parts_are_those_that_are_measured() -> None:
-    assert PARTS == timing.PARTS
 
 
 def test_counts() -> None:

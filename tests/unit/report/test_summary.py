@@ -106,6 +106,8 @@ def test_scaling_in_a_sentence() -> None:
     )
     assert "nothing was measured" in train(kind="scale", scale={"counts": []})["summary"]
     assert "one count alone" in train(kind="scale", scale={"counts": counts[:1]})["summary"]
+    from_two = [{**counts[0], "workers": 2, "speed_up": 2.0}, {**counts[1], "samples_per_s": 180.0, "speed_up": 3.6}]
+    assert "1.80 times as many, 90% of linear" in train(kind="scale", scale={"counts": from_two})["summary"]
 
 
 def test_words_for_numbers() -> None:

@@ -46,7 +46,7 @@ def test_steps_span_all_workers_and_times_begin_at_zero() -> None:
 
 
 def test_buckets_come_in_the_order_they_are_reduced() -> None:
-    about = {"buckets": [{"bucket": 1, "order": 1, "bytes": 5}, {"bucket": 0, "order": 0, "parameters": ["w"]}, "x"]}
+    about = {"buckets": [{"bucket": 1, "bytes": 5}, {"bucket": 0, "parameters": ["w"]}, "x"]}
     found = view_timeline({"traceEvents": [span("forward", 0, 1)], "paceline": about}, [])
     assert found is not None
     assert [row["bucket"] for row in found["buckets"]] == [0, 1]

@@ -5,15 +5,15 @@
 
   const SPANS = {
     light: {
-      input: "#00845f", forward: "#56a9d9", backward: "#0072b2", hidden: "#f2cf7e", exposed: "#d97f00", optimizer: "#b0458a",
-      other: "#8b93a1",
+      input: "#00845f", forward: "#56a9d9", backward: "#0072b2", hidden: "#f2cf7e", exposed: "#d97f00", waiting: "#d55e00",
+      optimizer: "#b0458a", other: "#8b93a1",
     },
     dark: {
-      input: "#2fcb9c", forward: "#8fd0f5", backward: "#3d94cf", hidden: "#7d6a35", exposed: "#ffb31a", optimizer: "#e58fc2",
-      other: "#8b95a5",
+      input: "#2fcb9c", forward: "#8fd0f5", backward: "#3d94cf", hidden: "#7d6a35", exposed: "#ffb31a", waiting: "#ff8a4c",
+      optimizer: "#e58fc2", other: "#8b95a5",
     },
   };
-  const SPAN_WORDS = { hidden: "all-reduce, behind the backward pass", exposed: "all-reduce, the step waits" };
+  const SPAN_WORDS = { hidden: "all-reduce, behind the backward pass", exposed: "all-reduce, not hidden", waiting: "waiting for slower workers" };
 
   // One row a worker, two lanes in it: what it computes above, its all-reduces below.
   function timelineFigure(timeline, context, range) {
@@ -119,6 +119,7 @@
         : [];
       const facts = [
         found.backend && `backend ${found.backend}`, found.reduce && `reduce ${found.reduce}`,
+        found.replayed && "launched one by one, while other steps are replayed from a CUDA graph",
       ].filter(Boolean).join(", ");
       const took = (kind) => found.bars.filter((bar) => bar.kind === kind).reduce((sum, bar) => sum + bar.took_ms, 0),
         hidden = took("hidden"), exposed = took("exposed");
@@ -147,9 +148,9 @@
     if (found.buckets.length) {
       const optional = (value, words) => (isNumber(value) ? words(value) : "–");
       card.append(table({
-        head: ["order", "bucket", "size", "ready after", "takes", "hidden", "parameters"],
+        head: ["bucket", "size", "ready after", "takes", "hidden", "parameters"],
         rows: found.buckets.map((row) => [
-          optional(row.order, String), optional(row.bucket, String), optional(row.bytes, bytes), optional(row.ready_s, seconds),
+          optional(row.bucket, String), optional(row.bytes, bytes), optional(row.ready_s, seconds),
           optional(row.took_s, seconds),
           isNumber(row.hidden_s) && row.took_s > 0 ? `${Math.round((100 * row.hidden_s) / row.took_s)}%` : "–",
           clip(`${row.count}: ${row.parameters.join(", ")}`, 160),
