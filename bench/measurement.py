@@ -11,6 +11,7 @@ from paceline.records import environment
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from harness import faults as faults
+from harness.namespaces import Node as Node
 from harness.processes import children as children
 from harness.processes import run_workers as run_workers
 

@@ -6,9 +6,9 @@
 Tasks: nets on the built-in data, and `tasks/sleeper.py`, which sleeps where a device would compute:
 a stand-in for workers with a device each, so that the machine's few cores are not all that is measured. Three links: loopback,
 and, as root, network namespaces, one worker each, on a bridge whose cables `tc` shapes to 1 Gbit/s and 100 Mbit/s. Every count
-is measured by `paceline scale`. Predictions are made twice: *fitted*, from the record cut down to 1 and 2 workers (`--cluster
-here`), and, for shaped links, *from the file*: 1 and 2 workers on loopback, and a cluster that only knows the cable's nominal
-rate. All namespaces share the machine's cores, and predictions are told so.
+is measured by `paceline scale`. Predictions are those of `paceline plan`, made twice: *fitted*, from the record cut down to 1
+and 2 workers (`--cluster here`), and, for shaped links, *from the file*: 1 and 2 workers on loopback, and a cluster's TOML that
+only knows the cable's nominal rate. `--cores` tells what no record knows: sleeper's workers share none, namespaces share all.
 """
 
 import argparse
@@ -22,22 +22,23 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from measurement import write
-from paceline.plan.cluster import Cluster, Range, Wire, from_fit
-from paceline.plan.draws import bars, draw
-from paceline.plan.links import fit_link
+from measurement import Node, write
 from paceline.plan.measured import Measured, read_measured
-from paceline.plan.model import make_model
+from paceline.plan.plan import Request, make_plan
 
 BENCH = Path(__file__).resolve().parent
 RESULTS = BENCH / "results" / "plan.json"
 FIT_ON = 2  # workers at most that a fit may see
-TCP_SHARE = Range(typical=0.92, low=0.8, high=0.949)  # of the nominal rate, as in the preset gigabit-lab
-TCP_LATENCY_S = Range(typical=150e-6, low=100e-6, high=225e-6)
+NOMINAL = """name = "nominal"
+about = "one worker a node, a cable's nominal rate, TCP's share of it as in the preset gigabit-lab"
+workers_per_node = 1
+trees = false
+inter = {{latency_us = 150, bandwidth_GBps = {rate:g}, efficiency = {{typical = 0.92, low = 0.8, high = 0.949}}}}
+"""
 TASKS = {
     "cnn": ["fashion-mnist-mini", "--model", "cnn"],
     "resnet": ["fashion-mnist-mini", "--model", "resnet:depth=8"],
@@ -47,7 +48,7 @@ TASKS = {
 BURSTS = {"loopback": "", "1gbit": "128kb", "100mbit": "32kb"}
 """What tc lets pass unshaped. With 64 kB it carries half of 1 Gbit/s, so the net's gradient of 118 kB slips through there."""
 
-BYTES_PER_S = {"1gbit": 1e9 / 8, "100mbit": 1e8 / 8}
+GB_PER_S = {"1gbit": 0.125, "100mbit": 0.0125}
 WORDS = {"loopback": "loopback", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 
 
@@ -130,17 +131,22 @@ def judge(runs: Path, task: str, link: str) -> list[dict[str, Any]]:
     """Predictions of one record against its measurements."""
     record = runs / f"{task}-{link}"
     whole = read_measured(record)
-    cores = whole.cores if task != "sleeper" else None
-    fitted = read_measured(cut(record, FIT_ON))
-    link_cores = whole.cores if link == "loopback" else None
-    fit = fit_link(fitted.links, [bucket.bytes for bucket in fitted.buckets])
-    here = replace(from_fit(fit, workers_per_node=None, cores=cores, trees=False), link_cores=link_cores)
-    cases = [compare(fitted, here, whole, {"task": task, "link": link, "how": "fitted", "known": FIT_ON})]
+    cores = told(task, link, whole)
+    fitted = Request(record=str(cut(record, FIT_ON)), cluster="here", cores=cores)
+    cases = [compare(fitted, whole, {"task": task, "link": link, "how": "fitted", "known": FIT_ON})]
     if link != "loopback" and (runs / f"{task}-loopback").exists():
-        unshaped = read_measured(cut(runs / f"{task}-loopback", FIT_ON))
-        nominal = from_file(BYTES_PER_S[link], cores)
-        cases.append(compare(unshaped, nominal, whole, {"task": task, "link": link, "how": "from the file", "known": 1}))
+        file = runs / f"{link}.toml"
+        file.write_text(NOMINAL.format(rate=GB_PER_S[link]))
+        filed = Request(record=str(cut(runs / f"{task}-loopback", FIT_ON)), cluster=str(file), cores=cores)
+        cases.append(compare(filed, whole, {"task": task, "link": link, "how": "from the file", "known": 1}))
     return cases
+
+
+def told(task: str, link: str, whole: Measured) -> str:
+    """What `--cores` says: sleeper sleeps on a device of its own; namespaces look like nodes, but are one machine."""
+    if task == "sleeper":
+        return "none"
+    return "" if link == "loopback" or whole.cores is None else str(whole.cores)
 
 
 def cut(record: Path, most: int) -> Path:
@@ -154,41 +160,31 @@ def cut(record: Path, most: int) -> Path:
     return folder
 
 
-def from_file(bytes_per_s: float, cores: int | None) -> Cluster:
-    """What a file would say that knows the cables' rate alone; all workers share one machine's cores."""
-    rate = Range(**{name: share * bytes_per_s for name, share in asdict(TCP_SHARE).items()})
-    wire = Wire(latency_s=TCP_LATENCY_S, bytes_per_s=rate)
-    return Cluster(name="nominal", workers_per_node=1 << 30, cores_per_node=cores, trees=False, intra=wire)
-
-
-def compare(basis: Measured, cluster: Cluster, whole: Measured, about: dict[str, Any]) -> dict[str, Any]:
-    """Each count that was not known on this link: predicted, measured, error."""
-    model = make_model(basis, cluster, draw(basis, cluster, None))
+def compare(request: Request, whole: Measured, about: dict[str, Any]) -> dict[str, Any]:
+    """Each count that was not known on this link, as `paceline plan` predicts it: predicted, measured, error."""
+    unknown = {point.workers: point for point in whole.points if point.workers > about["known"]}
+    plan = make_plan(replace(request, workers=",".join(map(str, unknown))))
     rows = []
-    for point in whole.points:
-        if point.workers <= about["known"]:
-            continue
-        step = model.step(point.workers)
-        predicted, low, high = bars(step.samples_per_s)
-        parts = {name: round(float(part[0]), 6) for name, part in step.parts_s.items()}
+    for row in plan.rows:
+        point = unknown[row["workers"]]
         rows.append(
             {
                 "workers": point.workers,
-                "predicted": round(predicted, 2),
-                "low": round(low, 2),
-                "high": round(high, 2),
+                **{
+                    name: round(row[key], 2) for name, key in (("predicted", "samples_per_s"), ("low", "low"), ("high", "high"))
+                },
                 "measured": round(point.samples_per_s, 2),
                 "measured_spread": round(point.spread, 4),
-                "error": round(predicted / point.samples_per_s - 1, 4),
-                "predicted_parts_s": parts,
+                "error": round(row["samples_per_s"] / point.samples_per_s - 1, 4),
+                "predicted_parts_s": {name: round(part, 6) for name, part in row["parts_s"].items()},
                 "measured_parts_s": {name: round(part, 6) for name, part in point.parts_s.items()},
             }
         )
-    factor = None if model.interference is None else round(float(model.interference[0]), 4)
-    wire = cluster.intra
+    factor = None if plan.model.interference is None else round(float(plan.model.interference[0]), 4)
+    wire = plan.model.cluster.intra or plan.model.cluster.inter
     assert wire is not None
     link = {"latency_us": wire.latency_s.typical * 1e6, "bandwidth_GBps": wire.bytes_per_s.typical / 1e9}
-    return {**about, "assumed_link": link, "interference": factor, "rows": rows}
+    return {**about, "cores": request.cores or "as measured", "assumed_link": link, "interference": factor, "rows": rows}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -214,18 +210,6 @@ def summary(result: dict[str, Any]) -> str:
         f"Of {len(errors)} predictions {within} are within 10%; the median error is {statistics.median(errors):.1%}, the"
         f" largest {max(errors):.1%}; {held} measurements lie between low and high."
     )
-
-
-@dataclass(frozen=True)
-class Node:
-    """A network namespace."""
-
-    name: str
-    address: str
-
-    def command(self, *command: str) -> list[str]:
-        """The command, run on this node."""
-        return ["ip", "netns", "exec", self.name, *command]
 
 
 @contextmanager

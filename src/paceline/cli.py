@@ -275,6 +275,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--noise", default="", metavar="N", help="noise scale in samples, or a record that measured it")
     parser.add_argument("--price", type=float, metavar="N", help="of a worker for an hour")
     parser.add_argument("--speed", default=1.0, type=float, help="how many times as fast as here a worker is there [1]")
+    parser.add_argument(
+        "--cores",
+        default="",
+        metavar="N",
+        help="cores that CPU workers share, whatever their nodes (none: each has a device of its own) [as measured]",
+    )
     parser.add_argument("--json", default="", metavar="FILE", help="also write everything as JSON")
     parser.add_argument(
         "--runs-dir", default="runs", metavar="DIR", help="folder that names of records are looked for in [runs]"

@@ -4,15 +4,15 @@ The noise scale says at which global batch more samples a step stop to save step
 says at which count more workers stop to save time (`target.py`). The smaller of both is the advice. Nothing here imports torch.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import RecordError
 from paceline.plan.cluster import HERE
+from paceline.plan.fields import load, table_of, task_of, whole, words
 from paceline.plan.measured import Measured, read_measured
 from paceline.plan.noise import Noise, examples_ratio, read_noise, saved_by_doubling, steps_ratio
-from paceline.plan.plan import Plan, Request, make_plan
+from paceline.plan.plan import Plan, Request, check_number, make_plan
 from paceline.plan.target import doublings
 from paceline.plan.words import bound_words, count_words, lay_out, number_words, time_words
 from paceline.records import read_metrics
@@ -27,9 +27,18 @@ class Facts:
     """A worker's, a step."""
     global_batch: int
     """Of the run that was measured."""
+    task: str
+    """As a command line takes it."""
+    train_samples: int | None
+    """What an epoch sees: no global batch is larger."""
     measured: Measured | None
     """Where a step's time goes, if the record says so."""
     plan: Plan | None
+
+    def workers(self, batch: float) -> int:
+        """The workers whose samples are this many at most; one at least, and no more than the training set has batches for."""
+        most = batch if self.train_samples is None else min(batch, self.train_samples)
+        return max(1, int(most / self.samples))
 
 
 def advise_verb(record: str, cluster: str = "", speed: float = 1.0, runs_dir: str = "runs") -> int:
@@ -46,37 +55,44 @@ def advise(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir: str
 
 def read_facts(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir: str = "runs") -> Facts:
     """The noise scale and what else of use a record holds; a RecordError where it measured none."""
+    check_number("speed", speed)
     path = record if record.exists() else Path(runs_dir) / record
     remedy = "train with --measure-noise --virtual-workers 8, or give paceline advise the TASK"
     try:
         rows = read_metrics(path)
-    except (OSError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise RecordError(f"{record} is no record of paceline train: {remedy}") from None
     noise = read_noise(rows)
     if noise is None:
         raise RecordError(f"{record} measured no noise scale: {remedy}")
+    task, samples, batch, train = _read_contract(path)
     measured = None
     try:
         measured = read_measured(path)
-        batches = measured.base.global_batch, _samples(path)
+        batch = measured.base.global_batch
     except RecordError:
         if cluster:
             raise
-        batches = _batch(path), _samples(path)
     plan = None
     if cluster:
-        plan = make_plan(Request(record=str(path), cluster=cluster, speed=speed, samples=batches[1], runs_dir=runs_dir))
-    return Facts(noise=noise, samples=batches[1], global_batch=batches[0], measured=measured, plan=plan)
+        plan = make_plan(Request(record=str(path), cluster=cluster, speed=speed, samples=samples, runs_dir=runs_dir))
+    return Facts(noise=noise, samples=samples, global_batch=batch, task=task, train_samples=train, measured=measured, plan=plan)
 
 
 def _say_noise(facts: Facts) -> list[str]:
     noise, part = facts.noise, facts.samples
-    worth = max(1, round(noise.scale / part))
-    below, at, beyond = (saved_by_doubling(noise.scale, share * noise.scale) for share in (0.25, 1, 4))
     few = " (from few rows: a longer run would say more)" if noise.rows < 10 else ""
-    return [
+    first = (
         f"The noise scale is {number_words(noise.scale)} samples (half of the second half of the run lay between"
-        f" {number_words(noise.low)} and {number_words(noise.high)}){few}.",
+        f" {number_words(noise.low)} and {number_words(noise.high)}){few}."
+    )
+    if noise.scale < part:
+        saved = saved_by_doubling(noise.scale, part)
+        return [first, f"One worker's batch of {part:,} is already beyond it: a second worker saves {saved:.0%} of the steps."]
+    below, at, beyond = (saved_by_doubling(noise.scale, share * noise.scale) for share in (0.25, 1, 4))
+    worth = int(noise.scale / part)
+    return [
+        first,
         f"Up to a global batch of about {number_words(noise.scale)}, that is {count_words(worth)} of {part:,}, doubling the"
         f" workers saves {at:.0%} of the steps or more ({below:.0%} at a quarter of it); at four times that batch {beyond:.0%},"
         " and each example teaches a fifth of what it did.",
@@ -86,12 +102,12 @@ def _say_noise(facts: Facts) -> list[str]:
 def _table(facts: Facts) -> str:
     """Which counts are worth it: batch, steps and examples against the run that was measured, time where it can be known."""
     noise, part = facts.noise.scale, facts.samples
-    most = max(8, 4 * round(facts.noise.high / part))
+    most = 1 << (min(max(8, 4 * round(facts.noise.high / part)), 4096) - 1).bit_length()
     heads = ["workers", "batch", "steps", "examples", "doubling saves"]
     predicted = {row["workers"]: row for row in facts.plan.rows} if facts.plan else {}
     heads += ["images/s", "time", "low to high"] if predicted else []
     rows = []
-    for workers in doublings(1 << (min(most, 4096) - 1).bit_length()):
+    for workers in doublings(facts.workers(most * part)):
         batch = part * workers
         ratios = [ratio(noise, batch, facts.global_batch) for ratio in (steps_ratio, examples_ratio)]
         cells = [f"{workers:,}", f"{batch:,}", *(f"{each:.2f}" for each in ratios)]
@@ -128,30 +144,30 @@ def _say_hardware(facts: Facts) -> list[str]:
 
 
 def _say_next(facts: Facts) -> str:
-    low, worth, high = (max(1, round(n / facts.samples)) for n in (facts.noise.low, facts.noise.scale, facts.noise.high))
+    low, worth, high = (facts.workers(n) for n in (facts.noise.low, facts.noise.scale, facts.noise.high))
     width = f" ({low:,} to {high:,} by the noise scale's range)" if low < high else ""
     stop = facts.plan.returns.stop_at if facts.plan is not None else None
     if stop is not None and stop < worth:
         worth, width = stop, ""
-    return (
-        f"Worth it: up to about {count_words(worth)}{width}. What they do to accuracy: paceline rehearse"
-        f" {facts.measured.task if facts.measured else 'TASK'} --workers {max(2, worth)}."
-    )
+    elif worth < int(facts.noise.scale / facts.samples):
+        width = " (a step of more would take more than the training set)"
+    said = f"Worth it: up to about {count_words(worth)}{width}."
+    if facts.noise.scale < facts.samples:
+        return said
+    return f"{said} What they do to accuracy: paceline rehearse {facts.task} --workers {max(2, worth)}."
 
 
-def _contract(path: Path) -> dict[str, int]:
+def _read_contract(path: Path) -> tuple[str, int, int, int | None]:
+    """The task, what a worker would get, the global batch, and the training set's samples.
+
+    A worker gets a part, or the reference batch where parts are smaller: those are there to measure alone.
+    """
+    about = load(path / "environment.json")
     try:
-        found = json.loads((path / "environment.json").read_text())["contract"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise RecordError(f"{path} does not say at which batch it trained: its environment.json has no contract") from None
-    return dict(found)
-
-
-def _batch(path: Path) -> int:
-    return int(_contract(path)["global_batch"])
-
-
-def _samples(path: Path) -> int:
-    """What a worker would get: a part, or the reference batch where parts are smaller: those are there to measure alone."""
-    contract = _contract(path)
-    return max(int(contract["part_batch"]), int(contract.get("reference_batch", 0)))
+        contract = table_of(about, "contract")
+        reference = whole({"reference_batch": 0, **contract}, "reference_batch", least=0)
+        samples = max(whole(contract, "part_batch"), reference)
+        train = whole(contract, "train_samples") if contract.get("train_samples") else None
+        return task_of(about), samples, whole(contract, "global_batch"), train
+    except (KeyError, ValueError) as error:
+        raise RecordError(f"{path} does not say at which batch it trained: environment.json has {words(error)}") from None

@@ -80,6 +80,8 @@ class Cluster:
     price: Price | None = None
     link_cores: int | None = None
     """The cores that carry the link within a node, where it is the node's own memory: more workers than those slow it down."""
+    one_machine: bool = False
+    """Whether all nodes are one machine, whose `cores_per_node` cores all workers share (`--cores`)."""
     here: bool = False
     """Whether this is the machine the record was measured on, so that what was measured on it holds."""
 
@@ -93,10 +95,9 @@ class Cluster:
 
 
 def find_cluster(name: str) -> Cluster:
-    """The cluster in a TOML file, or the preset of that name."""
-    path = Path(name)
-    if path.name == name and not path.suffix and not path.exists():
-        packaged = presets()
+    """The preset of that name, or the cluster in a TOML file; a preset's bare name is the preset, whatever lies around."""
+    path, packaged = Path(name), presets()
+    if name in packaged or (path.name == name and not path.suffix and not path.exists()):
         if name not in packaged:
             error = unknown("cluster", name, [*packaged, HERE])
             raise UsageError(f"{error} (--cluster list shows them all; a TOML file's name will do too)")
@@ -147,27 +148,34 @@ def read_cluster(path: Path) -> Cluster:
     )
 
 
-def from_fit(fit: Fit, *, workers_per_node: int | None, cores: int | None, trees: bool) -> Cluster:
-    """The machine a record was measured on, with its link as fitted.
+def from_fit(
+    intra: Fit | None, inter: Fit | None = None, *, workers_per_node: int | None = None, cores: int | None, trees: bool
+) -> Cluster:
+    """The machine a record was measured on, with its links as fitted.
 
-    `workers_per_node` None: all workers on one node, however many; otherwise the fitted link joins nodes.
+    `workers_per_node` None: all workers on one node, however many. Its cores carry the link within a node.
     """
-    wire = Wire(
-        latency_s=_around(fit.latency_s, fit.latency_spread),
-        bytes_per_s=_around(min(fit.bytes_per_s, 1e15), fit.bandwidth_spread),
-        level=fit.residual / math.sqrt(fit.timings),
-    )
+    fits = [fit for fit in (intra, inter) if fit is not None]
+    timings, worst = sum(fit.timings for fit in fits), max(fit.residual for fit in fits)
     return Cluster(
         name=HERE,
         about="the machine as measured",
-        source=f"fitted to {fit.timings} all-reduces of the record, which it meets within {fit.residual:.0%}",
+        source=f"fitted to {timings} all-reduces of the record, which it meets within {worst:.0%}",
         workers_per_node=workers_per_node or 1 << 30,
         cores_per_node=cores,
         trees=trees,
-        intra=wire if workers_per_node is None else None,
-        inter=wire if workers_per_node is not None else None,
-        link_cores=cores if workers_per_node is None else None,
+        intra=None if intra is None else _fitted(intra),
+        inter=None if inter is None else _fitted(inter),
+        link_cores=None if intra is None else cores,
         here=True,
+    )
+
+
+def _fitted(fit: Fit) -> Wire:
+    return Wire(
+        latency_s=_around(fit.latency_s, fit.latency_spread),
+        bytes_per_s=_around(min(fit.bytes_per_s, 1e15), fit.bandwidth_spread),
+        level=fit.residual / math.sqrt(fit.timings),
     )
 
 
@@ -175,6 +183,7 @@ _KEYS = {
     *("name", "about", "source", "unverified", "workers_per_node", "cores_per_node", "link_cores", "trees"),
     *("intra", "inter", "efficiency", "price"),
 }
+_MOST_EFFICIENT = 1.5  # above 1 where switches add up gradients; a percentage by mistake is far above
 _WIRE_KEYS = {"latency_us", "bandwidth_GBps", "efficiency"}
 
 
@@ -210,6 +219,8 @@ def _range(found: Any, what: str) -> Range:
     low, high = (_number(found, key, what) if key in found else typical for key in ("low", "high"))
     if not low <= typical <= high:
         raise UsageError(f"{what} is {typical:g} between {low:g} and {high:g}: it must be low <= typical <= high")
+    if high > _MOST_EFFICIENT:
+        raise UsageError(f"{what} is {high:g}: it is a share of the line rate, {_MOST_EFFICIENT:g} at most (0.8 for 80%)")
     return Range(typical=typical, low=low, high=high)
 
 

@@ -39,8 +39,14 @@ class Timing:
     """An all-reduce that was timed by itself."""
 
     workers: int
+    nodes: int = 1
     bytes: int
     s: float
+
+    @property
+    def on_node(self) -> int:
+        """Workers a node."""
+        return math.ceil(self.workers / self.nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +72,8 @@ def ring_s(link: Link, workers: int, size: float) -> Array:
     """An all-reduce round a ring."""
     if workers < 2:
         return np.zeros_like(link.latency_s)
-    return 2 * (workers - 1) * link.latency_s + 2 * (workers - 1) / workers * size / link.bytes_per_s
+    latencies, passed = ring_terms(workers, size)
+    return latencies * link.latency_s + passed / link.bytes_per_s
 
 
 def tree_s(link: Link, workers: int, size: float) -> Array:
@@ -82,28 +89,61 @@ def faster_s(link: Link, workers: int, size: float, *, trees: bool) -> Array:
     return np.minimum(ring, tree_s(link, workers, size)) if trees else ring
 
 
-def fit_link(timings: Sequence[Timing], near: Sequence[float] = ()) -> Fit:
-    """The latency and bandwidth at which a ring comes nearest to the timings, by least squares of the logarithms' differences.
+def ring_terms(workers: int, size: float) -> tuple[float, float]:
+    """How many latencies a ring takes, and how many bytes pass each link."""
+    return 2.0 * (workers - 1), 2 * (workers - 1) / workers * size
+
+
+def fit_link(timings: Sequence[Timing], near: Sequence[float] = (), *, cores: int | None = None) -> Fit:
+    """The latency and bandwidth of the link within a node, at which a ring comes nearest to the timings on one node.
+
+    `cores`: those that carry the link; more workers than those take as many times as long, as in the prediction.
+    """
+    used = [each for each in timings if each.workers > 1 and each.nodes == 1]
+    rows = [[crowd(t.workers, cores) * term for term in ring_terms(t.workers, t.bytes)] for t in used]
+    return _fit(used, rows, [0.0] * len(used), near)
+
+
+def fit_network(timings: Sequence[Timing], near: Sequence[float], within: Fit | None, *, cores: int | None = None) -> Fit:
+    """The same of the network between nodes; `within` is the link of nodes with several workers, whose time comes on top."""
+    used = [each for each in timings if each.nodes > 1]
+    rows = [list(ring_terms(t.nodes, t.bytes)) for t in used]
+    inside = [0.0 if within is None else _within_s(within, t, cores) for t in used]
+    return _fit(used, rows, inside, near)
+
+
+def crowd(workers: int, slots: int | None) -> float:
+    """How many times as long workers take that share so many places."""
+    return 1.0 if slots is None else max(1.0, workers / slots)
+
+
+def _within_s(fit: Fit, timing: Timing, cores: int | None) -> float:
+    latencies, size = ring_terms(timing.on_node, timing.bytes)
+    return crowd(timing.on_node, cores) * (latencies * fit.latency_s + size * fit.s_per_byte)
+
+
+def _fit(timings: Sequence[Timing], terms: list[list[float]], fixed: list[float], near: Sequence[float]) -> Fit:
+    """Least squares of the logarithms' differences: `fixed` seconds and the terms times latency and seconds a byte.
 
     Neither is below 0. Logarithms weigh 4 bytes in 200 us as much as 64 MB in a second: both ends are of use. But real links
     are not straight lines: sizes `near` those that training averages count for more; a decade away, for a quarter. Each round
     solves (predicted - timed) / sqrt(predicted timed), about the difference of logarithms, with the round before's predictions.
     """
-    used = [each for each in timings if each.workers > 1 and each.s > 0 and each.bytes > 0]
-    if len(used) < 2 or len({each.bytes for each in used}) < 2:
+    kept = [i for i, each in enumerate(timings) if each.s > 0 and each.bytes > 0]
+    if len({timings[i].bytes for i in kept}) < 2:
         raise ValueError("a fit needs all-reduces of two sizes at least")
-    rows = np.array([[2 * (t.workers - 1), 2 * (t.workers - 1) / t.workers * t.bytes] for t in used])
-    seconds = np.array([t.s for t in used])
-    weights = np.array([_weight(t.bytes, near) for t in used])
+    rows, offset = np.array([terms[i] for i in kept]), np.array([fixed[i] for i in kept])
+    seconds = np.array([timings[i].s for i in kept])
+    weights = np.array([_weight(timings[i].bytes, near) for i in kept])
     weights = np.sqrt(weights / weights.mean())
     scale = seconds
     for _ in range(_ROUNDS):
         scaled = rows * (weights / scale)[:, None]
-        found = _not_negative(scaled, seconds * weights / scale)
-        scale = np.sqrt(rows @ found * seconds)
-    errors = weights * np.log(rows @ found / seconds)
+        found = _not_negative(scaled, (seconds - offset) * weights / scale)
+        scale = np.sqrt((rows @ found + offset) * seconds)
+    errors = weights * np.log((rows @ found + offset) / seconds)
     residual = math.sqrt(float(np.mean(errors**2)))
-    noise = float(errors @ errors) / max(1, len(used) - 2)
+    noise = float(errors @ errors) / max(1, len(kept) - 2)
     spread = np.sqrt(noise * np.diag(np.linalg.pinv(scaled.T @ scaled)))
     relative = [min(1.0, float(s / f)) if f > 0 else 0.0 for s, f in zip(spread, found, strict=True)]
     return Fit(
@@ -112,7 +152,7 @@ def fit_link(timings: Sequence[Timing], near: Sequence[float] = ()) -> Fit:
         latency_spread=relative[0],
         bandwidth_spread=relative[1],
         residual=residual,
-        timings=len(used),
+        timings=len(kept),
     )
 
 
@@ -129,6 +169,6 @@ def _not_negative(rows: Array, wanted: Array) -> Array:
     both = np.asarray(np.linalg.lstsq(rows, wanted, rcond=None)[0], dtype=np.float64)
     if (both >= 0).all():
         return both
-    alone = [float(column @ wanted / (column @ column)) for column in rows.T]
+    alone = [max(0.0, float(column @ wanted / (column @ column))) for column in rows.T]
     choices = [np.array([alone[0], 0.0]), np.array([0.0, alone[1]])]
     return min(choices, key=lambda found: float(((rows @ found - wanted) ** 2).sum()))

@@ -4,7 +4,6 @@ Best is a record of `paceline scale` (`scale.json`), which timed one worker and 
 `paceline train` will do: its last health rows hold the parts of a step. What it lacks is assumed, and `assumed` says so.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,12 +13,11 @@ from typing import Any
 
 from paceline.errors import RecordError
 from paceline.measure.spread import deviation, mean, median
+from paceline.plan.fields import Odd, load, number, table_of, task_of, whole, words
 from paceline.plan.lag import expected_lag
 from paceline.plan.links import Timing
 from paceline.plan.noise import Noise, read_noise
-from paceline.records import read_metrics, unit_of
-
-PARTS = ("input", "compute", "communication", "waiting", "optimizer", "other")
+from paceline.records import PARTS, read_metrics, unit_of
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # DDP's own sizes: a small one first, so that averaging starts early
 _FORWARD = 1 / 3  # of compute: a backward pass takes about two forward passes' time
@@ -70,7 +68,8 @@ class Run:
 
     steps: int
     global_batch: int
-    epochs: float
+    train_samples: int | None
+    """What an epoch sees: no global batch is larger; None: not known."""
     about: str
 
 
@@ -80,6 +79,7 @@ class Measured:
 
     record: str
     task: str
+    """As a command line takes it."""
     unit: str
     points: tuple[Point, ...]
     """By number of workers."""
@@ -124,63 +124,82 @@ def read_measured(path: Path) -> Measured:
 
 
 def _read_scale(path: Path) -> Measured:
-    found = _load(path / "scale.json")
+    found = load(path / "scale.json")
     try:
-        counts = sorted(found["counts"], key=lambda count: int(count["workers"]))
+        listed = found["counts"]
+        if not isinstance(listed, list) or not listed:
+            raise Odd("it measured no counts")
+        counts = sorted(listed, key=lambda count: whole(count, "workers"))
         points = tuple(_scale_point(count) for count in counts)
-        links = tuple(_timing(each) for each in found.get("links", ()))
-        gradient_bytes = max(int(count["gradient_bytes"]) for count in counts)
-        contract = counts[0].get("contract") or {}
+        nodes = {point.workers: point.nodes for point in points}
+        links = tuple(_timing(each, nodes) for each in found.get("links") or ())
+        gradient_bytes = max(whole(count, "gradient_bytes", least=0) for count in counts)
+        contract = table_of(counts[0], "contract")
         buckets = _scale_buckets(counts)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
-        raise RecordError(f"{path}/scale.json is incomplete ({_words(error)}): measure again with {_remedy(found)}") from None
+        cores, run = _cores(contract, table_of(found, "environment")), _planned_run(contract)
+    except _BROKEN as error:
+        again = f"paceline scale {task_of(found)} --workers 1,2"
+        raise RecordError(f"{path}/scale.json is incomplete ({words(error)}): measure again with {again}") from None
     assumed: list[str] = []
     timed = {(each.workers, each.bytes) for each in links}
-    whole = [Timing(workers=p.workers, bytes=gradient_bytes, s=p.reduce_s) for p in points if p.workers > 1]
-    whole = [each for each in whole if each.s > 0 and (each.workers, each.bytes) not in timed]
+    sums = [Timing(workers=p.workers, nodes=p.nodes, bytes=gradient_bytes, s=p.reduce_s) for p in points if p.workers > 1]
+    sums = [each for each in sums if each.s > 0 and (each.workers, each.bytes) not in timed]
     if not buckets and gradient_bytes:
         buckets = _assumed_buckets(gradient_bytes)
         assumed.append("gradients become ready evenly through the backward pass, in DDP's usual buckets")
     return Measured(
         record=path.name,
-        task=str(found.get("task", "TASK")),
+        task=task_of(found),
         unit=str(found.get("unit") or unit_of(contract)),
         points=points,
         gradient_bytes=gradient_bytes,
         buckets=buckets,
-        links=(*links, *whole),
-        cores=_cores(contract, found.get("environment") or {}),
+        links=(*links, *sums),
+        cores=cores,
         threads=_threads(contract),
         backend=str(contract.get("backend", "")),
-        run=_planned_run(contract),
+        run=run,
         noise=None,
         assumed=tuple(assumed),
     )
 
 
+_BROKEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, OverflowError)
+"""What reading a record that is not as Paceline writes it may raise."""
+
+
 def _scale_point(count: Mapping[str, Any]) -> Point:
     """A count of scale.json. Its parts are scaled to add up to the time a step took in the timed windows."""
-    speed, batch = _finite(count["samples_per_s"]), int(count["global_batch"])
-    parts = _alone({name: _finite(count["parts_s"][name]) for name in PARTS}, int(count["workers"]))
-    windows = [_finite(window) for window in count.get("windows") or ()]
-    scale = batch / speed / math.fsum(parts.values())
-    forward, backward = _finite(count["forward_s"]), _finite(count["backward_s"])
+    workers, batch, speed = whole(count, "workers"), whole(count, "global_batch"), number(count, "samples_per_s", above=True)
+    parts = _alone({name: number(count["parts_s"], name) for name in PARTS}, workers)
+    windows = [number({"windows": window}, "windows") for window in count.get("windows") or ()]
+    scale = _scale(batch / speed, parts)
     return Point(
-        workers=int(count["workers"]),
-        nodes=int(count.get("nodes", 1)),
+        workers=workers,
+        nodes=whole(count, "nodes") if "nodes" in count else 1,
         global_batch=batch,
         samples_per_s=speed,
-        spread=deviation(windows) / mean(windows) if windows else 0.0,
+        spread=deviation(windows) / mean(windows) if any(windows) else 0.0,
         parts_s={name: seconds * scale for name, seconds in parts.items()},
-        forward_s=forward * scale,
-        backward_s=backward * scale,
-        compute_spread_s=_finite(count.get("compute_spread_s", 0.0)) * scale,
-        reduce_s=_finite(count.get("reduce_s", 0.0)),
+        forward_s=number(count, "forward_s") * scale,
+        backward_s=number(count, "backward_s") * scale,
+        compute_spread_s=number({"compute_spread_s": 0.0, **count}, "compute_spread_s") * scale,
+        reduce_s=number({"reduce_s": 0.0, **count}, "reduce_s"),
     )
 
 
-def _timing(found: Mapping[str, Any]) -> Timing:
-    return Timing(workers=int(found["workers"]), bytes=int(found["bytes"]), s=_finite(found["s"]))
+def _scale(step_s: float, parts: Mapping[str, float]) -> float:
+    """The factor at which parts add up to a step."""
+    total = math.fsum(parts.values())
+    if total <= 0:
+        raise Odd("parts_s are all 0")
+    return step_s / total
+
+
+def _timing(found: Mapping[str, Any], nodes: Mapping[int, int]) -> Timing:
+    """An all-reduce of `links`; it went over as many nodes as training with so many workers did."""
+    workers = whole(found, "workers")
+    return Timing(workers=workers, nodes=nodes.get(workers, 1), bytes=whole(found, "bytes", least=0), s=number(found, "s"))
 
 
 def _alone(parts: Mapping[str, float], workers: int) -> dict[str, float]:
@@ -194,65 +213,70 @@ def _alone(parts: Mapping[str, float], workers: int) -> dict[str, float]:
 def _scale_buckets(counts: Sequence[Mapping[str, Any]]) -> tuple[Bucket, ...]:
     """The buckets of the largest count that has any."""
     listed: Sequence[Mapping[str, Any]] = next((count["buckets"] for count in reversed(counts) if count.get("buckets")), ())
-    return tuple(Bucket(bytes=_finite(each["bytes"]), ready=min(1.0, max(0.0, _finite(each["ready"])))) for each in listed)
+    return tuple(Bucket(bytes=number(each, "bytes"), ready=min(1.0, number(each, "ready"))) for each in listed)
 
 
 def _read_training(path: Path) -> Measured:
-    about = _load(path / "environment.json")
-    contract = about.get("contract") or {}
+    about = load(path / "environment.json")
+    remedy = f"measure with paceline scale {task_of(about)} --workers 1,2"
+    try:
+        contract = table_of(about, "contract")
+        workers, batch, nodes = (whole({"nodes": 1, **contract}, name) for name in ("workers", "global_batch", "nodes"))
+        parameters = whole({"parameters": 0, **contract}, "parameters", least=0)
+        cores, planned = _cores(contract, about), _planned_run(contract)
+    except _BROKEN as error:
+        raise RecordError(f"{path}/environment.json has no complete contract ({words(error)}): {remedy}") from None
     try:
         rows = read_metrics(path)
         health = [row for row in rows if row.get("kind") == "health" and isinstance(row.get("parts_s"), Mapping)]
-    except (OSError, KeyError, TypeError, AttributeError) as error:
-        raise RecordError(f"{path}/metrics.jsonl cannot be read ({_words(error)})") from None
+        run = _done_run(rows, contract) or planned
+    except (OSError, RecursionError, *_BROKEN) as error:
+        raise RecordError(f"{path}/metrics.jsonl cannot be read ({words(error)}): {remedy}") from None
     used = health[len(health) // 3 :]  # the first rows hold warm-up
-    remedy = f"measure with {_remedy(about)}"
-    try:
-        workers, batch = int(contract["workers"]), int(contract["global_batch"])
-        parts = {name: mean([_finite(row["parts_s"][name]) for row in used]) for name in PARTS}
-        speed = median([_finite(row["samples_per_s"]) for row in used])
-        sizes = [int(row["gradient_bytes"]) for row in used if row.get("gradient_bytes")]
-    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError):
-        raise RecordError(f"{path} does not say where a step's time goes (it has no complete health rows): {remedy}") from None
-    if not used or speed <= 0:
+    if not used:
         raise RecordError(f"{path} does not say where a step's time goes (it has no health rows): {remedy}")
+    try:
+        point = _training_point(workers, nodes, batch, used)
+        sizes = [whole(row, "gradient_bytes", least=0) for row in used if row.get("gradient_bytes")]
+    except _BROKEN as error:
+        what = f"its health rows are not complete: {words(error)}"
+        raise RecordError(f"{path} does not say where a step's time goes ({what}): {remedy}") from None
     assumed = [f"the forward pass is a third of compute and gradients become ready evenly after it ({remedy} to know)"]
     if not sizes:
         assumed.append("gradients are 4 bytes a parameter")
-    gradient_bytes = sizes[-1] if sizes else 4 * int(contract.get("parameters", 0))
+    gradient_bytes = sizes[-1] if sizes else 4 * parameters
     if not gradient_bytes:
         raise RecordError(f"{path} does not say how many bytes of gradients a step averages: {remedy}")
-    point = _training_point(workers, batch, speed, parts, used)
-    nodes = int(contract.get("nodes", 1))
     if workers == 1:
         assumed.append(f"a worker's compute varies by {_SPREAD:.0%} from step to step")
     return Measured(
         record=path.name,
-        task=str(contract.get("task", "TASK")),
+        task=task_of(about),
         unit=unit_of(contract),
-        points=(Point(**{**vars(point), "nodes": nodes}),),
+        points=(point,),
         gradient_bytes=gradient_bytes,
         buckets=_assumed_buckets(gradient_bytes),
         links=(),
-        cores=_cores(contract, about),
+        cores=cores,
         threads=_threads(contract),
         backend=str(contract.get("backend", "")),
-        run=_done_run(rows, contract) or _planned_run(contract),
+        run=run,
         noise=read_noise(rows),
         assumed=tuple(assumed),
     )
 
 
-def _training_point(
-    workers: int, batch: int, speed: float, parts: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
-) -> Point:
-    scale = batch / speed / math.fsum(parts.values())
-    parts = {name: seconds * scale for name, seconds in _alone(parts, workers).items()}
-    speeds = [float(row["samples_per_s"]) for row in rows]
+def _training_point(workers: int, nodes: int, batch: int, rows: Sequence[Mapping[str, Any]]) -> Point:
+    """A step as the health rows have it on average."""
+    means = {name: mean([number(row["parts_s"], name) for row in rows]) for name in PARTS}
+    speeds = [number(row, "samples_per_s", above=True) for row in rows]
+    speed = median(speeds)
+    scale = _scale(batch / speed, means)
+    parts = {name: seconds * scale for name, seconds in _alone(means, workers).items()}
     waits = parts["waiting"] / expected_lag(workers) if workers > 1 else _SPREAD * parts["compute"]
     return Point(
         workers=workers,
-        nodes=1,
+        nodes=nodes,
         global_batch=batch,
         samples_per_s=speed,
         spread=deviation(speeds) / mean(speeds),
@@ -279,13 +303,11 @@ def _assumed_buckets(gradient_bytes: int) -> tuple[Bucket, ...]:
 
 def _planned_run(contract: Mapping[str, Any]) -> Run | None:
     """What the contract says a whole run would be."""
-    try:
-        epochs, steps = int(contract["epochs"]), int(contract["steps_per_epoch"])
-        batch = int(contract["global_batch"])
-    except (KeyError, TypeError, ValueError):
+    if any(contract.get(name) is None for name in ("epochs", "steps_per_epoch", "global_batch")):
         return None
-    about = f"{epochs} epochs at a global batch of {batch:,} (its contract)"
-    return Run(steps=epochs * steps, global_batch=batch, epochs=epochs, about=about)
+    epochs, steps, batch = (whole(contract, name) for name in ("epochs", "steps_per_epoch", "global_batch"))
+    about = f"{epochs} epoch{'s' * (epochs > 1)} at a global batch of {batch:,} (its contract)"
+    return Run(steps=epochs * steps, global_batch=batch, train_samples=_train_samples(contract, steps), about=about)
 
 
 def _done_run(rows: Sequence[Mapping[str, Any]], contract: Mapping[str, Any]) -> Run | None:
@@ -293,48 +315,28 @@ def _done_run(rows: Sequence[Mapping[str, Any]], contract: Mapping[str, Any]) ->
     last = next((row for row in reversed(rows) if row.get("kind") == "epoch" and row.get("step") and row.get("epoch")), None)
     if last is None:
         return None
-    batch, epochs = int(contract["global_batch"]), int(last["epoch"])
+    batch, epochs, steps = whole(contract, "global_batch"), whole(last, "epoch"), whole(last, "step")
     reached = f" (accuracy {last['val_accuracy']:.4f})" if isinstance(last.get("val_accuracy"), float) else ""
-    about = f"the {epochs} epochs it trained at a global batch of {batch:,}{reached}"
-    return Run(steps=int(last["step"]), global_batch=batch, epochs=epochs, about=about)
+    about = f"the {epochs} epoch{'s' * (epochs > 1)} it trained at a global batch of {batch:,}{reached}"
+    train = _train_samples(contract, math.ceil(steps / epochs))
+    return Run(steps=steps, global_batch=batch, train_samples=train, about=about)
+
+
+def _train_samples(contract: Mapping[str, Any], steps_per_epoch: int) -> int:
+    """What an epoch sees; where the contract does not say, as many as its steps take."""
+    return (
+        whole(contract, "train_samples") if contract.get("train_samples") else steps_per_epoch * whole(contract, "global_batch")
+    )
 
 
 def _cores(contract: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:
     """Cores that the workers may use, where they share them; a GPU worker has a device of its own."""
     devices = str(contract.get("devices", ""))
     said = re.search(r"\((\d+) cores", devices)
-    cores = said[1] if said else environment.get("cores")
-    return int(cores) if "CPU worker" in devices and cores else None
+    cores = int(said[1]) if said else environment.get("cores")
+    return whole({"cores": cores}, "cores") if "CPU worker" in devices and cores else None
 
 
 def _threads(contract: Mapping[str, Any]) -> int:
     said = re.search(r"(\d+) thread", str(contract.get("devices", "")))
     return max(1, int(said[1])) if said else 1
-
-
-def _finite(value: Any) -> float:
-    """The number; a ValueError where it is none, since records write those as text."""
-    number = float(value)
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"{number} where a number is needed")
-    return number
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecordError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
-        raise RecordError(f"{path} is not valid JSON: it was cut short, or is not a record's") from None
-    if not isinstance(found, dict):
-        raise RecordError(f"{path} holds no table: it is not a record's")
-    return found
-
-
-def _remedy(about: Mapping[str, Any]) -> str:
-    return f"paceline scale {about.get('task', 'TASK')} --workers 1,2"
-
-
-def _words(error: Exception) -> str:
-    return f"no {error}" if isinstance(error, KeyError) else str(error)

@@ -4,8 +4,8 @@
 
 - **What a worker does by itself** is as measured. On the machine that was measured (`--cluster here`) it is interpolated
   between the measured counts and constant beyond the last; elsewhere likewise, by workers a node. CPU workers that outnumber a
-  node's cores share them fairly: w workers on c cores take w / c times as long, and so does what cores carry (gloo within a
-  node). `speed` divides a worker's own time.
+  node's cores (`--cores`: one machine's, whatever the nodes) share them fairly: w workers on c cores take w / c times as long,
+  and so does what cores carry (gloo within a node). `speed` divides a worker's own time.
 - **Weak scaling** keeps the samples a worker, **strong scaling** the global batch. With other samples a worker than measured,
   input is proportional to them, optimizer and other are fixed, compute is a line through the measured counts where those had
   different samples a worker (its height at 0 is the floor), else proportional.
@@ -25,7 +25,7 @@ import numpy as np
 from paceline.plan.cluster import Cluster
 from paceline.plan.draws import Draws
 from paceline.plan.lag import expected_lag
-from paceline.plan.links import Array, faster_s
+from paceline.plan.links import Array, crowd, faster_s
 from paceline.plan.measured import Measured, Point
 
 Mode = Literal["weak", "strong"]
@@ -77,9 +77,8 @@ class Model:
         """The step of so many workers."""
         base = self.measured.base
         batch = (self.samples or base.samples) * workers if self.mode == "weak" else float(base.global_batch)
-        on_node = min(workers, self.cluster.workers_per_node)
-        own = self._own(workers, on_node, batch / workers)
-        durations = [self._reduce(workers, on_node, bucket.bytes) for bucket in self.measured.buckets]
+        own = self._own(workers, batch / workers)
+        durations = [self._reduce(workers, bucket.bytes) for bucket in self.measured.buckets]
         backward = own.pop("backward")
         exposed = expose([bucket.ready for bucket in self.measured.buckets], durations, backward)
         waiting = expected_lag(workers) * self._deviation() * self.draws.lag * own["compute"]
@@ -93,19 +92,47 @@ class Model:
             latency_s=_total([nothing, *(latency for _, latency in durations)]),
         )
 
-    def _own(self, workers: int, on_node: int, samples: float) -> dict[str, Array]:
+    def crowding(self, workers: int) -> float:
+        """How much slower workers are for taking turns on cores than those whose measured step is the prediction's basis."""
+        known = self._together(self.measured.base)
+        if self._as_measured():
+            known = min(self._key(workers), max(self._together(point) for point in self.measured.alike()))
+        return crowd(self._sharing(workers), self._slots()) / crowd(self._sharing(known), self.measured.slots)
+
+    def interference_at_limit(self) -> bool:
+        """Whether all-reduces in training were further from those by themselves than the model allows for."""
+        if self.interference is None:
+            return False
+        low, high = _CALIBRATED
+        return not 1.01 * low < float(self.interference[0]) < 0.99 * high
+
+    def _own(self, workers: int, samples: float) -> dict[str, Array]:
         """What a worker does by itself, and its backward pass."""
-        key = workers if self.cluster.here else on_node
-        as_measured = self.mode == "weak" and samples == self.measured.base.samples
-        found = self._at(key) if as_measured else self._at_samples(samples)
-        factor = self._crowding(on_node, key) / self.speed * self.draws.slowness
+        found = self._at(self._key(workers)) if self._as_measured() else self._at_samples(samples)
+        factor = self.crowding(workers) / self.speed * self.draws.slowness
         return {name: seconds * factor for name, seconds in found.items()}
+
+    def _as_measured(self) -> bool:
+        """Whether workers have as many samples a step as they had when they were measured."""
+        return self.mode == "weak" and self.samples in (None, self.measured.base.samples)
+
+    def _sharing(self, workers: int) -> int:
+        """How many of so many workers share cores."""
+        return workers if self.cluster.one_machine else min(workers, self.cluster.workers_per_node)
+
+    def _key(self, workers: int) -> int:
+        """By what measured counts are compared: workers (here), or those that share a node's cores (elsewhere)."""
+        return workers if self.cluster.here else self._sharing(workers)
+
+    def _together(self, point: Point) -> int:
+        """The same of a count that was measured."""
+        return point.workers if self.cluster.here or self.cluster.one_machine else -(-point.workers // point.nodes)
 
     def _at(self, key: int) -> dict[str, float]:
         """Between the measured counts, by workers (here) or by workers a node (elsewhere)."""
-        points: dict[float, Point] = {}
+        points: dict[int, Point] = {}
         for point in self.measured.alike():
-            points.setdefault(point.workers if self.cluster.here else point.workers / point.nodes, point)
+            points.setdefault(self._together(point), point)
         keys = sorted(points)
         at = {name: float(np.interp(key, keys, [points[k].parts_s[name] for k in keys])) for name in _OWN}
         return {**at, "backward": float(np.interp(key, keys, [points[k].backward_s for k in keys]))}
@@ -124,13 +151,6 @@ class Model:
             "backward": base.backward_s * compute / base.parts_s["compute"] if base.parts_s["compute"] else 0.0,
         }
 
-    def _crowding(self, on_node: int, key: int) -> float:
-        """How much slower workers are for taking turns on a node's cores than they were when measured."""
-        if self.cluster.cores_per_node is None:
-            return 1.0
-        known = min(key, max(point.workers for point in self.measured.alike()))
-        return crowd(on_node, self._slots()) / crowd(known, self.measured.slots)
-
     def _slots(self) -> int | None:
         """Workers of the cluster's nodes that run at once; None: all."""
         cores = self.cluster.cores_per_node
@@ -148,11 +168,9 @@ class Model:
             return point.compute_spread_s / point.parts_s["compute"]
         return point.parts_s["waiting"] / point.parts_s["compute"] / expected_lag(point.workers)
 
-    def _reduce(self, workers: int, on_node: int, size: float) -> tuple[Array, Array]:
+    def _reduce(self, workers: int, size: float) -> tuple[Array, Array]:
         """An all-reduce of so many bytes in training, and what of it is latency."""
         factor = self.draws.reduce if self.interference is None else self.interference
-        if self.cluster.link_cores:
-            factor = factor * max(1.0, on_node / self.cluster.link_cores)
         whole = all_reduce_s(self.cluster, self.draws, workers, size)
         return whole * factor, all_reduce_s(self.cluster, self.draws, workers, 0.0) * factor
 
@@ -174,15 +192,10 @@ def all_reduce_s(cluster: Cluster, draws: Draws, workers: int, size: float) -> A
     total = np.zeros_like(draws.slowness)
     if on_node > 1 and draws.intra is not None:
         trees = cluster.trees and nodes == 1
-        total = total + faster_s(draws.intra, on_node, size, trees=trees)
+        total = total + faster_s(draws.intra, on_node, size, trees=trees) * crowd(on_node, cluster.link_cores)
     if nodes > 1 and draws.inter is not None:
         total = total + faster_s(draws.inter, nodes, size, trees=cluster.trees)
     return total
-
-
-def crowd(workers: int, slots: int | None) -> float:
-    """How many times as long workers take that share so many places."""
-    return 1.0 if slots is None else max(1.0, workers / slots)
 
 
 def expose(ready: list[float], durations: list[tuple[Array, Array]], backward_s: Array) -> Array:
@@ -198,9 +211,8 @@ def _interference(model: Model, point: Point) -> Array | None:
 
     Every draw of the link has a factor of its own, so that what was measured holds for all of them. None: all was hidden.
     """
-    on_node = min(point.workers, model.cluster.workers_per_node)
     alone = replace(model, interference=np.ones_like(model.draws.slowness))
-    by_itself = [alone._reduce(point.workers, on_node, bucket.bytes)[0] for bucket in model.measured.buckets]
+    by_itself = [alone._reduce(point.workers, bucket.bytes)[0] for bucket in model.measured.buckets]
     ready = [bucket.ready for bucket in model.measured.buckets]
     backward = point.backward_s * model.draws.slowness
     target = point.parts_s["communication"] * model.draws.reduce

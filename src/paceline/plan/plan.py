@@ -11,16 +11,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import RecordError, UsageError
-from paceline.plan.cluster import HERE, Cluster, find_cluster, from_fit, list_presets
+from paceline.errors import UsageError
+from paceline.plan.cluster import HERE, Cluster, find_cluster, list_presets
 from paceline.plan.draws import bars, draw
-from paceline.plan.links import fit_link
-from paceline.plan.measured import Measured, read_measured
+from paceline.plan.here import make_here
+from paceline.plan.measured import Measured, Run, read_measured
 from paceline.plan.model import Mode, Model, make_model
 from paceline.plan.noise import Noise, given_noise, read_noise
-from paceline.plan.target import Returns, doublings, find_returns, most_workers, price_of, steps_needed, time_s
-from paceline.plan.words import BARS, lay_out, money_words, number_words, range_words, returns_words, time_words
+from paceline.plan.target import Returns, data_limit, doublings, find_returns, most_workers, price_of, steps_needed, time_s
+from paceline.plan.words import BARS, count_words, lay_out, money_words, number_words, range_words, returns_words, time_words
 from paceline.records import read_metrics
+
+MOST_ASKED = 1_000_000
+"""Workers that may be asked for."""
+
+_BOUNDS = {"speed": (1e-6, 1e6), "price": (0.0, 1e9), "target-steps": (0, 10**12), "samples": (0, 10**9)}
+"""What flags with numbers may be: above the first, up to the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +49,8 @@ class Request:
     """Samples a worker and step in weak scaling; None: as measured."""
     speed: float = 1.0
     """How many times as fast as the one measured a worker is there."""
+    cores: str = ""
+    """Cores that all CPU workers share, whatever their nodes; `none`: each has a device of its own; empty: as measured."""
     json: str = ""
     runs_dir: str = "runs"
 
@@ -51,10 +59,13 @@ class Request:
             raise UsageError(
                 f"--mode is {self.mode!r}: it must be weak (fixed samples a worker) or strong (fixed global batch)"
             )
-        numbers = {"speed": self.speed, "price": self.price, "target-steps": self.target_steps, "samples": self.samples}
-        for name, value in numbers.items():
-            if value is not None and not 0 < value < math.inf:
-                raise UsageError(f"--{name} is {value:g}: it must be a number above 0")
+        check_number("speed", self.speed)
+        for name, value in {"price": self.price, "target-steps": self.target_steps, "samples": self.samples}.items():
+            check_number(name, value)
+        if self.cores not in ("", "none") and not (
+            self.cores.isascii() and self.cores.isdigit() and 0 < int(self.cores[:9]) < 10**6
+        ):
+            raise UsageError(f"--cores is {self.cores!r}: it must be a number of cores above 0, or none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +94,23 @@ def plan_verb(**flags: Any) -> int:
     return 0
 
 
+def check_number(name: str, value: float | None) -> None:
+    """Refuse a flag's number that cannot be meant."""
+    low, high = _BOUNDS[name]
+    if value is None or (value > 0 and low <= value <= high):
+        return
+    if not 0 < value < math.inf:
+        raise UsageError(f"--{name} is {value:g}: it must be a number above 0")
+    raise UsageError(f"--{name} is {value:g}: it must be {f'{low:g} to' if low else 'at most'} {high:g}")
+
+
 def make_plan(request: Request) -> Plan:
     """Predict."""
     measured = read_measured(find_record(request.record, request.runs_dir))
-    if request.target_steps and measured.run:
-        about = f"{request.target_steps:,} steps at a global batch of {measured.run.global_batch:,}"
-        measured = replace(measured, run=replace(measured.run, steps=request.target_steps, about=about))
+    if request.target_steps:
+        measured = replace(measured, run=_to_target(measured, request.target_steps))
     noise = find_noise(request.noise, request.runs_dir) if request.noise else measured.noise
-    cluster = make_cluster(request.cluster, measured)
+    measured, cluster = make_cluster(request.cluster, measured, request.cores)
     draws = draw(measured, cluster, noise)
     model = make_model(measured, cluster, draws, mode=request.mode, speed=request.speed, samples=request.samples)
     counts = parse_counts(request.workers, model)
@@ -116,20 +136,22 @@ def find_noise(text: str, runs_dir: str) -> Noise:
     return given_noise(scale)
 
 
-def make_cluster(name: str, measured: Measured) -> Cluster:
-    """The cluster of this name; `here` is made from the record's own all-reduces."""
-    if name != HERE:
-        return find_cluster(name)
-    try:
-        fit = fit_link(measured.links, [bucket.bytes for bucket in measured.buckets])
-    except ValueError:
-        raise RecordError(
-            f"{measured.record} timed no all-reduces by themselves, so --cluster here is not known: measure with paceline scale"
-            f" {measured.task} --workers 1,2"
-        ) from None
-    largest = measured.points[-1]
-    apart = largest.workers // largest.nodes if largest.nodes > 1 else None
-    return from_fit(fit, workers_per_node=apart, cores=measured.cores, trees=measured.backend not in ("gloo", ""))
+def make_cluster(name: str, measured: Measured, cores: str = "") -> tuple[Measured, Cluster]:
+    """The record and the cluster of this name, with cores as told; `here` is made from the record's own all-reduces.
+
+    Told `none`, the link within a node is carried by the machine's cores all the same.
+    """
+    if cores not in ("", "none"):
+        if measured.cores is None:
+            raise UsageError(
+                f"--cores is {cores}: workers of {measured.record} have a GPU each and share no cores; leave it out"
+            )
+        if name == HERE:
+            measured = replace(measured, cores=int(cores))
+    cluster = make_here(measured) if name == HERE else find_cluster(name)
+    if cores == "none":
+        return replace(measured, cores=None), replace(cluster, cores_per_node=None)
+    return measured, replace(cluster, cores_per_node=int(cores), one_machine=True) if cores else cluster
 
 
 def parse_counts(text: str, model: Model) -> list[int]:
@@ -143,6 +165,8 @@ def parse_counts(text: str, model: Model) -> list[int]:
         counts = [0]
     if counts[0] < 1:
         raise UsageError(f"--workers is {text!r}: it must be counts above 0 such as 1,2,8")
+    if counts[-1] > MOST_ASKED:
+        raise UsageError(f"--workers asks for more than {MOST_ASKED:,}: that is the most that is predicted")
     limit = model.cluster.most_workers()
     if limit and counts[-1] > limit:
         raise UsageError(f"--workers asks for {counts[-1]}: {model.cluster.name} is one node of {limit}; give it an inter link")
@@ -167,10 +191,10 @@ def make_row(model: Model, workers: int, price: tuple[float, str] | None) -> dic
         "parts_s": {name: float(part[0]) for name, part in step.parts_s.items()},
         "reduce_s": float(step.reduce_s[0]),
     }
-    if run is None:
+    if run is None or workers > (data_limit(model) or workers):
         return row
     times = time_s(step, run, model.draws.noise)
-    row["steps"] = math.ceil(float(steps_needed(run, step.global_batch, model.draws.noise)[0]) - 1e-9)
+    row["steps"] = int(steps_needed(run, step.global_batch, model.draws.noise)[0])
     row |= dict(zip(("time_s", "time_low_s", "time_high_s"), bars(times), strict=True))
     if price:
         each = price[0] * workers / 3600
@@ -197,12 +221,17 @@ def introduce(plan: Plan) -> list[str]:
     more = ["compute is proportional to a worker's samples, optimizer and other are fixed"] if shared else []
     if plan.request.samples and plan.model.mode == "weak":
         more.append(f"{plan.request.samples:,} {measured.unit} a worker and step")
+    if plan.request.cores == "none":
+        more.append("each worker has a device of its own and shares no cores (--cores)")
+    elif plan.request.cores:
+        more.append(f"all workers share {plan.request.cores} cores, whatever their nodes (--cores)")
     return [*lines, *(f"assumed: {each}" for each in (*measured.assumed, *more))]
 
 
 def table(plan: Plan) -> str:
     """The prediction as a table in plain text."""
-    unit, timed, priced = plan.model.measured.unit, "time_s" in plan.rows[0], "cost" in plan.rows[0]
+    unit = plan.model.measured.unit
+    timed, priced = (any(name in row for row in plan.rows) for name in ("time_s", "cost"))
     heads = ["workers", "nodes", "batch", f"{unit}/s", "low to high", "efficiency", "step ms", "exposed", "waiting"]
     heads += (["steps", "time", "low to high"] if timed else []) + (["cost"] if priced else [])
     return lay_out(heads, [_cells(row, timed, priced) for row in plan.rows])
@@ -211,7 +240,7 @@ def table(plan: Plan) -> str:
 def conclude(plan: Plan) -> list[str]:
     """What the table means: the time's meaning, where returns stop and why, what the bars are."""
     run, noise, returns = plan.model.measured.run, plan.noise, plan.returns
-    lines = [returns_words(returns, plan.model.cluster, "time")]
+    lines = [returns_words(returns, plan.model.cluster, "time"), *_say_data(plan)]
     if run is None:
         lines.append("The record does not say how long a run is, so there is no time to a target: give --target-steps.")
     elif noise is None and plan.model.mode == "weak":
@@ -229,7 +258,10 @@ def conclude(plan: Plan) -> list[str]:
         lines.append(f"Time is for {run.about}: a fixed global batch takes the same steps on any number of workers.")
     if plan.model.interference is not None:
         factor = float(plan.model.interference[0])
-        lines.append(f"In training, all-reduces here take {factor:.2f} times what they take by themselves.")
+        said = f"In training, all-reduces here take {factor:.2f} times what they take by themselves"
+        if plan.model.interference_at_limit():
+            said += ", the limit of what the model allows for: what was measured goes beyond it, so trust no prediction here"
+        lines.append(f"{said}.")
     return [*lines, f"({BARS})"]
 
 
@@ -258,11 +290,34 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _to_target(measured: Measured, steps: int) -> Run:
+    """So many steps, at the record's global batch."""
+    batch = measured.run.global_batch if measured.run else measured.base.global_batch
+    train = measured.run.train_samples if measured.run else None
+    return Run(steps=steps, global_batch=batch, train_samples=train, about=f"{steps:,} steps at a global batch of {batch:,}")
+
+
+def _say_data(plan: Plan) -> list[str]:
+    """Where the training set ends the counts."""
+    run, limit, unit = plan.model.measured.run, data_limit(plan.model), plan.model.measured.unit
+    if run is None or limit is None:
+        return []
+    why = f"a step would take more than the {run.train_samples:,} training {unit}"
+    beyond = [row["workers"] for row in plan.rows if row["workers"] > limit]
+    if beyond:
+        return [f"No steps and no time for {count_words(beyond[0])}{' and more' if len(beyond) > 1 else ''}: {why}."]
+    return [f"Counts end at {count_words(plan.rows[-1]['workers'])}: beyond {limit:,}, {why}."] if _ended_by_data(plan) else []
+
+
+def _ended_by_data(plan: Plan) -> bool:
+    return not plan.request.workers and plan.returns.most == data_limit(plan.model)
+
+
 def _noise_of(path: Path) -> Noise:
     """The noise scale a record measured."""
     try:
         found = read_noise(read_metrics(path))
-    except (OSError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"--noise is {str(path)!r}: neither a number of samples nor a record of paceline train") from None
     if found is None:
         raise UsageError(f"{path} measured no noise scale: train it with --measure-noise, or ask paceline advise")
@@ -274,7 +329,10 @@ def _cells(row: dict[str, Any], timed: bool, priced: bool) -> list[str]:
     cells = [f"{row['workers']:,}", f"{row['nodes']:,}", f"{row['global_batch']:,}", number_words(row["samples_per_s"])]
     cells += [range_words(row["low"], row["high"]), f"{row['efficiency']:.1%}"]
     cells += [number_words(1e3 * each) for each in (row["step_s"], parts["communication"], parts["waiting"])]
-    if timed:
+    if timed and "time_s" in row:
         cells += [f"{row['steps']:,}", time_words(row["time_s"])]
         cells.append(f"{time_words(row['time_low_s'])} to {time_words(row['time_high_s'])}")
-    return cells + ([money_words(row["cost"], row["currency"])] if priced else [])
+    elif timed:
+        cells += ["-", "-", "-"]
+    cost = money_words(row["cost"], row["currency"]) if "cost" in row else "-"
+    return cells + ([cost] if priced else [])

@@ -3,16 +3,17 @@
     time(P) = steps(B) step(P),   cost(P) = price of a worker-hour x P x time(P)
 
 With a noise scale N, steps(B) = steps(B0) (1 + N / B) / (1 + N / B0), relative to the run that was measured at B0 (`noise.py`).
-Without one, the same epochs: steps(B0) B0 / B, and nothing is known about accuracy at B. Validation and checkpoints are left
-out.
+Without one, the same epochs, each of as many whole steps as the training set has batches, ceil(samples / B): nothing is known
+about accuracy at B. Steps are whole. No batch is larger than the training set. Validation and checkpoints are left out.
 
 **Returns stop** at the first count, of 1, 2, 4, ..., beyond which no number of doublings saves `WORTH` of the time for each.
 (The first doubling alone does not decide: two workers pay for communication once, and four may pay off again.) To blame is what
-grew most from there to its double: the steps times their batch (noise-bound), exposed communication (bandwidth- or
-latency-bound, by which is the larger part of an all-reduce), waiting, workers of a node that slow each other down (core-bound)
-or, in strong scaling, what does not shrink with a worker's samples (overhead-bound).
+grew most from there to its double: the steps times their batch (noise-bound; where that is for steps being whole, data-bound),
+exposed communication (bandwidth- or latency-bound, by which is the larger part of an all-reduce), waiting, workers of a node
+that slow each other down (core-bound) or, in strong scaling, what does not shrink with a worker's samples (overhead-bound).
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ from paceline.plan.cluster import Cluster
 from paceline.plan.links import Array
 from paceline.plan.measured import Run
 from paceline.plan.model import Model, Step
-from paceline.plan.noise import Noise
+from paceline.plan.noise import Noise, examples_ratio
 
 WORTH = 0.2
 """Doubling the workers halves the time at best; below this share saved it is called not worth it."""
@@ -40,7 +41,7 @@ class Returns:
     saved: float
     """What share of the time the doubling from there saves."""
     bound: str
-    """noise, bandwidth, latency, waiting, cores or overhead; empty where nothing stops."""
+    """noise, data, bandwidth, latency, waiting, cores or overhead; empty where nothing stops."""
     cost_doubles_at: int | None
     """The first count at which the run takes twice the worker-hours it takes at the smallest one."""
     most: int
@@ -53,18 +54,26 @@ def doublings(most: int) -> list[int]:
 
 
 def most_workers(model: Model) -> int:
-    """The largest count that makes sense: a single node has so many places, a fixed global batch so many samples."""
-    limits = [_MOST_HERE if model.cluster.here else MOST, model.cluster.most_workers() or MOST]
-    if model.mode == "strong":
-        limits.append(model.measured.base.global_batch)
-    return min(limits)
+    """The largest count that makes sense: a node has so many places, a global batch and a training set so many samples."""
+    return min(_other_limit(model), data_limit(model) or MOST)
+
+
+def data_limit(model: Model) -> int | None:
+    """The workers whose global batch is the training set, in weak scaling; None where that is not known."""
+    run = model.measured.run
+    if run is None or run.train_samples is None or model.mode == "strong":
+        return None
+    return max(1, int(run.train_samples / (model.samples or model.measured.base.samples)))
 
 
 def steps_needed(run: Run, global_batch: float, noise: Array | None) -> Array:
-    """Steps to the end of the run at another global batch; without a noise scale, for the same epochs."""
-    if noise is None:
-        return np.asarray([run.steps * run.global_batch / global_batch])
-    return run.steps * (1 + noise / global_batch) / (1 + noise / run.global_batch)
+    """Whole steps to the end of the run at another global batch; without a noise scale, for the same epochs."""
+    if noise is not None:
+        return np.ceil(run.steps * (1 + noise / global_batch) / (1 + noise / run.global_batch) - 1e-9)
+    if run.train_samples is None:
+        return np.asarray([float(math.ceil(run.steps * run.global_batch / global_batch - 1e-9))])
+    there, measured = (math.ceil(run.train_samples / batch - 1e-9) for batch in (global_batch, run.global_batch))
+    return np.asarray([float(-(-run.steps * there // measured))])
 
 
 def time_s(step: Step, run: Run, noise: Array | None) -> Array:
@@ -90,10 +99,20 @@ def find_returns(model: Model, run: Run | None, noise: Noise | None) -> Returns:
     for i in range(len(steps) - 1):
         if all(later > times[i] * (1 - WORTH) ** doubled for doubled, later in enumerate(times[i + 1 :], 1)):
             saved = 1 - times[i + 1] / times[i]
-            bound = _blame(steps[i], steps[i + 1], times[i + 1] / times[i])
+            bound = _blame(model, steps[i], steps[i + 1], times[i + 1] / times[i])
             return Returns(stop_at=steps[i].workers, saved=saved, bound=bound, cost_doubles_at=dear, most=most)
+    if (data_limit(model) or MOST) < _other_limit(model):
+        return Returns(stop_at=steps[-1].workers, saved=0.0, bound="data", cost_doubles_at=dear, most=most)
     last = 1 - times[-1] / times[-2] if len(times) > 1 else 0.0
     return Returns(stop_at=None, saved=last, bound="", cost_doubles_at=dear, most=most)
+
+
+def _other_limit(model: Model) -> int:
+    """The largest count, but for the training set."""
+    limits = [_MOST_HERE if model.cluster.here else MOST, model.cluster.most_workers() or MOST]
+    if model.mode == "strong":
+        limits.append(model.measured.base.global_batch)
+    return min(limits)
 
 
 def _time(step: Step, run: Run | None, noise: Array | None) -> float:
@@ -101,18 +120,23 @@ def _time(step: Step, run: Run | None, noise: Array | None) -> float:
     return float(time_s(step, run, noise)[0]) if run is not None else float(1 / step.samples_per_s[0])
 
 
-def _blame(here: Step, double: Step, ratio: float) -> str:
+def _blame(model: Model, here: Step, double: Step, ratio: float) -> str:
     """What keeps the double count from halving the time."""
     speed = float(here.samples_per_s[0] / double.samples_per_s[0])
     examples = ratio / speed  # how many more samples the double count needs
     if examples - 1 > 2 * speed - 1:
-        return "noise"
+        noise = 0.0 if model.draws.noise is None else float(model.draws.noise[0])
+        by_noise = examples_ratio(noise, double.global_batch, here.global_batch)
+        return "noise" if noise and by_noise - 1 > (examples - 1) / 2 else "data"  # the rest is whole steps' doing
     before, after = ({name: float(part[0]) for name, part in step.parts_s.items()} for step in (here, double))
     shrink = double.global_batch / here.global_batch / 2  # of a worker's samples: 1 in weak scaling, 1/2 in strong
     grown = {name: after[name] - shrink * before[name] for name in after}
     worst = max(("communication", "waiting"), key=lambda name: grown[name])
     if grown[worst] < sum(grown[name] for name in ("input", "compute", "optimizer", "other")):
-        return "cores" if shrink == 1 else "overhead"
+        if shrink == 1:
+            return "cores"
+        crowded = model.crowding(double.workers) > model.crowding(here.workers)  # else it is the floor of compute
+        return "cores" if crowded and grown["compute"] > grown["optimizer"] + grown["other"] else "overhead"
     if worst == "waiting":
         return "waiting"
     return "latency" if float(double.latency_s[0]) > 0.5 * float(double.reduce_s[0]) else "bandwidth"

@@ -55,6 +55,7 @@ def bound_words(returns: Returns, cluster: Cluster) -> str:
     link = "the network between nodes" if several and cluster.inter is not None else "the link between workers"
     return {
         "noise": "more samples a step average out little more noise, so that the run needs nearly as many steps (noise-bound)",
+        "data": "the data set is the limit: few whole steps of such batches are left (data-bound)",
         "bandwidth": f"{link} cannot carry the gradients while the backward pass runs (bandwidth-bound)",
         "latency": f"every all-reduce takes many messages over {link}, however few its bytes (latency-bound)",
         "waiting": "the slowest of so many workers keeps the others waiting (waiting-bound)",

@@ -27,7 +27,9 @@ def make_scale(tmp_path: Path) -> Make:
 def make_training(tmp_path: Path) -> Make:
     """Writes a record of `paceline train` and gives its folder."""
 
-    def make(name: str = "run", *, noise: list[Any] | None = None, health: bool = True, **contract: Any) -> Path:
+    def make(
+        name: str = "run", *, noise: list[Any] | None = None, health: bool = True, steps: int = 235, **contract: Any
+    ) -> Path:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         about = {"task": "fashion-mnist-mini", "cores": 2, "contract": {**CONTRACT, **contract}}
@@ -37,7 +39,7 @@ def make_training(tmp_path: Path) -> Make:
             rows.append({"kind": "step", "step": 10 * (i + 1), "loss": 1.0, "noise_scale": value})
         if health:
             rows += [{**HEALTH, "step": 100 * i, "epoch": 1} for i in range(1, 5)]
-        rows.append({"kind": "epoch", "epoch": 5, "step": 235, "time_s": 9.0, "val_accuracy": 0.81})
+        rows.append({"kind": "epoch", "epoch": 5, "step": steps, "time_s": 9.0, "val_accuracy": 0.81})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder
 
@@ -55,6 +57,7 @@ CONTRACT = {
     "part_batch": 128,
     "epochs": 5,
     "steps_per_epoch": 47,
+    "train_samples": 6000,
     "parameters": 29_434,
     "reduce": "fast",
 }
@@ -76,12 +79,24 @@ def scale_json(
     bytes_per_s: float = 1e9,
     ready: tuple[float, ...] = (1.0,),
     gradient_bytes: int = 4_000_000,
+    on_node: int | None = None,
+    network: tuple[float, float] = (1e-3, 1e8),
     **change: Any,
 ) -> dict[str, Any]:
-    """What `paceline scale` would have written, had steps followed the model exactly; `change` goes into every count."""
+    """What `paceline scale` would have written, had steps followed the model exactly; `change` goes into every count.
+
+    `on_node` workers a node, joined by a `network` of this latency and bandwidth; None: all on one node.
+    """
+
+    def nodes(n: int) -> int:
+        return 1 if on_node is None else -(-n // on_node)
+
+    def one_ring(n: int, size: float, latency: float, rate: float) -> float:
+        return 2 * (n - 1) * (latency + size / n / rate)
 
     def ring(n: int, size: float) -> float:
-        return 2 * (n - 1) * (latency_s + size / n / bytes_per_s)
+        within = one_ring(min(n, on_node or n), size, latency_s, bytes_per_s)
+        return within + one_ring(nodes(n), size, *network)
 
     sizes = [gradient_bytes / len(ready)] * len(ready)
     found = []
@@ -99,7 +114,7 @@ def scale_json(
         found.append(
             {
                 "workers": n,
-                "nodes": 1,
+                "nodes": nodes(n),
                 "virtual_workers": n,
                 "global_batch": 128 * n,
                 "contract": {**CONTRACT, "workers": n, "global_batch": 128 * n},

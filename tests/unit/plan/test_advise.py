@@ -1,9 +1,10 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from paceline.errors import RecordError
+from paceline.errors import RecordError, UsageError
 from paceline.plan.advise import advise, advise_verb, read_facts
 from paceline.plan.plan import Request, make_plan
 
@@ -13,10 +14,10 @@ Make = Callable[..., Path]
 def test_the_noise_scale_says_how_many_workers_are_worth_it(make_training: Make) -> None:
     said = "\n".join(advise(make_training(noise=[1.0] * 20 + [1900.0] * 20)))
     assert "The noise scale is 1,900 samples" in said
-    assert "15 workers of 128" in said
+    assert "14 workers of 128" in said
     assert "saves 25% of the steps or more (40% at a quarter of it); at four times that batch 10%" in said
     assert "--cluster predicts it" in said
-    assert "paceline rehearse fashion-mnist-mini --workers 15" in said
+    assert "paceline rehearse fashion-mnist-mini --workers 14" in said
 
 
 def test_the_table_is_relative_to_the_run_that_was_measured(make_training: Make) -> None:
@@ -29,7 +30,7 @@ def test_the_table_is_relative_to_the_run_that_was_measured(make_training: Make)
 
 
 def test_a_cluster_adds_speed_and_may_stop_sooner(make_training: Make) -> None:
-    record = make_training(noise=[1e6] * 20)
+    record = make_training(noise=[1e6] * 20, train_samples=6_000_000, steps=234_375)
     said = "\n".join(advise(record, cluster="gigabit-lab"))
     stop = make_plan(Request(record=str(record), cluster="gigabit-lab")).returns.stop_at
     assert stop is not None
@@ -43,7 +44,53 @@ def test_a_cluster_adds_speed_and_may_stop_sooner(make_training: Make) -> None:
 
 def test_parts_that_are_only_there_to_measure_are_no_workers_share(make_training: Make) -> None:
     said = "\n".join(advise(make_training(noise=[1900.0] * 20, virtual_workers=8, part_batch=16, reference_batch=128)))
-    assert "15 workers of 128" in said
+    assert "14 workers of 128" in said
+
+
+def test_a_noise_scale_below_one_workers_batch_is_said_to_be(make_training: Make) -> None:
+    said = "\n".join(advise(make_training(noise=[22.5] * 20)))
+    assert "One worker's batch of 128 is already beyond it: a second worker saves 7% of the steps." in said
+    assert "Worth it: up to about 1 worker." in said
+    assert "rehearse" not in said
+    assert "25%" not in said.splitlines()[1]
+
+
+def test_no_advice_beyond_the_training_set(make_training: Make) -> None:
+    said = "\n".join(advise(make_training(noise=[1e6] * 20)))
+    assert "Worth it: up to about 46 workers (a step of more would take more than the training set)" in said
+    assert "4,096" in said  # 32 workers
+    assert "8,192" not in said
+
+
+@pytest.mark.parametrize("health", [True, False])
+def test_the_next_command_takes_the_task_as_it_was_given(make_training: Make, health: bool) -> None:
+    folder = make_training(noise=[1900.0] * 20, health=health, task="my-task")
+    about = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps({**about, "task": "my tasks/my_task.py"}))
+    assert "paceline rehearse 'my tasks/my_task.py' --workers 14." in "\n".join(advise(folder))
+
+
+@pytest.mark.parametrize("speed", [-1.0, 0.0, 1e-300, 1e300])
+def test_a_speed_that_cannot_be_is_refused_without_a_cluster_too(make_training: Make, speed: float) -> None:
+    with pytest.raises(UsageError, match="--speed is"):
+        advise(make_training(noise=[1900.0] * 20), speed=speed)
+
+
+@pytest.mark.parametrize(
+    ("contract", "says"),
+    [
+        ("abc", "contract is 'abc': it must be a table"),
+        ({}, "no 'part_batch'"),
+        ({"part_batch": 0}, "part_batch is 0: it must be a whole number, 1 or above"),
+        ({"part_batch": "x"}, "part_batch is 'x'"),
+    ],
+)
+def test_a_contract_that_is_none_is_one_line(make_training: Make, contract: object, says: str) -> None:
+    folder = make_training(noise=[1900.0] * 20)
+    (folder / "environment.json").write_text(json.dumps({"contract": contract}))
+    with pytest.raises(RecordError) as caught:
+        advise(folder)
+    assert says in str(caught.value)
 
 
 def test_workers_get_a_part_each_however_many_the_run_had(make_training: Make) -> None:

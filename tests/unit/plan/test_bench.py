@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from paceline.plan.plan import Request, make_plan
+
 ROOT = Path(__file__).parents[3]
 Make = Callable[..., Path]
 
@@ -31,12 +33,26 @@ def bench() -> Any:
 
 def test_machines_that_follow_the_model_are_predicted_exactly(bench: Any, make_scale: Make) -> None:
     make_scale("sleeper-loopback", counts=(1, 2, 3, 4), bytes_per_s=1e12, latency_s=1e-6)
-    folder = make_scale("sleeper-1gbit", counts=(1, 2, 3, 4), bytes_per_s=0.115e9, latency_s=150e-6)
+    folder = make_scale("sleeper-1gbit", counts=(1, 2, 3, 4), on_node=1, network=(150e-6, 0.115e9))
     fitted, filed = bench.judge(folder.parent, "sleeper", "1gbit")
     assert [row["workers"] for row in fitted["rows"]] == [3, 4]
     assert [row["workers"] for row in filed["rows"]] == [2, 3, 4]
     assert all(abs(row["error"]) < 0.001 for row in fitted["rows"] + filed["rows"])
     assert fitted["assumed_link"]["bandwidth_GBps"] == pytest.approx(0.115, rel=1e-3)
+
+
+def test_errors_are_those_of_the_product_told_the_same(bench: Any, make_scale: Make) -> None:
+    cpu = {"devices": "1 CPU worker, 1 thread (2 cores, no GPU)", "backend": "gloo"}
+    for task, link, on_node, cores in (
+        ("cnn", "loopback", None, ""),
+        ("cnn", "1gbit", 1, "2"),
+        ("sleeper", "1gbit", 1, "none"),
+    ):
+        folder = make_scale(f"{task}-{link}", counts=(1, 2, 3, 4), on_node=on_node, contract=cpu)
+        case = bench.judge(folder.parent, task, link)[0]
+        first = Request(record=str(bench.cut(folder, 2)), cluster="here", workers="3,4", cores=cores)
+        assert [row["predicted"] for row in case["rows"]] == [round(row["samples_per_s"], 2) for row in make_plan(first).rows]
+        assert case["cores"] == (cores or "as measured")
 
 
 def test_a_fit_never_sees_what_it_predicts(bench: Any, make_scale: Make) -> None:

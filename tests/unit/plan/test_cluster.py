@@ -65,6 +65,8 @@ def test_a_single_node_has_no_more_places_than_it_has(tmp_path: Path) -> None:
         (("workers_per_node = 4", "workers_per_node = 2.5"), "workers_per_node is 2.5: it must be a whole number above 0"),
         (("workers_per_node = 4", "workers_per_node = 4\ntrees = 1"), "trees is 1: it must be true or false"),
         (("low = 0.5", "low = 0.85"), "it must be low <= typical <= high"),
+        (("efficiency = 0.7", "efficiency = 70"), "efficiency is 70: it is a share of the line rate, 1.5 at most"),
+        (("high = 0.9", "high = 90"), "efficiency is 90: it is a share of the line rate"),
         (("bandwidth_GBps = 20", "bandwidth_GBps = inf"), "bandwidth_GBps is inf: it must be a number above 0"),
         (("bandwidth_GBps = 20", 'bandwidth_GBps = "fast"'), "bandwidth_GBps is 'fast': it must be a number above 0"),
         (("per_worker_hour", "per_hour"), "price: unknown key 'per_hour': did you mean 'per_worker_hour'?"),
@@ -85,3 +87,13 @@ def test_a_wrong_name_suggests_the_nearest() -> None:
         find_cluster("dgx-h10")
     with pytest.raises(UsageError, match="cannot read cluster"):
         find_cluster("nowhere/mine.toml")
+
+
+def test_a_presets_name_is_the_preset_whatever_lies_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "aws-p5").write_text("")
+    (tmp_path / "mine").write_text(GOOD)
+    assert find_cluster("aws-p5").name == "aws-p5"
+    assert find_cluster("mine").name == "mine"
+    with pytest.raises(UsageError, match="has no name"):
+        find_cluster("./aws-p5")

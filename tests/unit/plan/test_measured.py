@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import RecordError
-from paceline.plan.measured import read_measured
+from paceline.plan.measured import PARTS, read_measured
 
 Make = Callable[..., Path]
 
@@ -66,7 +66,7 @@ def test_a_training_record_will_do_and_says_what_it_assumes(make_training: Make)
     assert found.base.samples_per_s == pytest.approx(128 / 0.034)
     assert found.gradient_bytes == 4_000_000
     assert found.run is not None
-    assert (found.run.steps, found.run.epochs) == (235, 5)
+    assert (found.run.steps, found.run.train_samples) == (235, 6000)
     assert "accuracy 0.8100" in found.run.about
     assert found.noise is not None
     assert found.noise.scale == 250
@@ -79,7 +79,7 @@ def test_a_training_record_will_do_and_says_what_it_assumes(make_training: Make)
     [
         (lambda f: f.rename(f.with_name("gone")), "no record at"),
         (lambda f: (f / "metrics.jsonl").unlink(), "neither scale.json nor metrics.jsonl; paceline scale TASK --workers 1,2"),
-        (lambda f: (f / "metrics.jsonl").write_text(""), "no complete health rows): measure with paceline scale"),
+        (lambda f: (f / "metrics.jsonl").write_text(""), "no health rows): measure with paceline scale"),
         (lambda f: (f / "metrics.jsonl").write_text('{"no": 1}\n'), "metrics.jsonl cannot be read"),
         (lambda f: (f / "environment.json").write_text('{"contract": nul'), "is not valid JSON"),
         (lambda f: (f / "environment.json").write_text("[]"), "holds no table"),
@@ -97,6 +97,73 @@ def test_a_broken_record_is_one_line(make_training: Make, spoil: Callable[[Path]
         read_measured(folder)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("contract", "abc", "contract is 'abc': it must be a table"),
+        ("workers", 0, "workers is 0: it must be a whole number, 1 or above"),
+        ("workers", "two", "workers is 'two': it must be a whole number"),
+        ("nodes", 0, "nodes is 0"),
+        ("global_batch", 0, "global_batch is 0: it must be a whole number, 1 or above"),
+        ("samples_per_s", 0, "samples_per_s is 0: it must be a number above 0"),
+        ("buckets", [{"bytes": "many", "ready": 1}], "bytes is 'many'"),
+        ("parts_s", {}, "no 'input'"),
+        ("parts_s", 5, "it does not hold what a record does"),
+        ("parts_s", dict.fromkeys(PARTS, 0), "parts_s are all 0"),
+        ("contract", {"epochs": 5, "steps_per_epoch": 0, "global_batch": 128}, "steps_per_epoch is 0"),
+        ("contract", {"epochs": 5, "steps_per_epoch": 47, "global_batch": 128, "train_samples": -5}, "train_samples is -5"),
+    ],
+)
+def test_foreign_fields_of_a_scale_are_one_line(make_scale: Make, field: str, value: object, says: str) -> None:
+    folder = make_scale(**{field: value})
+    with pytest.raises(RecordError) as caught:
+        read_measured(folder)
+    assert f"is incomplete ({says}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("workers", 0), ("global_batch", 0), ("steps_per_epoch", 0), ("parameters", "many"), ("nodes", "x"), ("epochs", 1e400)],
+)
+def test_foreign_fields_of_a_run_are_one_line(make_training: Make, field: str, value: object) -> None:
+    with pytest.raises(RecordError, match=rf"no complete contract \({field} is .*: it must be a whole number"):
+        read_measured(make_training(**{field: value}))
+
+
+def test_json_without_end_is_not_valid(make_scale: Make, make_training: Make) -> None:
+    folder = make_scale()
+    (folder / "scale.json").write_text("[" * 200_000)
+    with pytest.raises(RecordError, match="is not valid JSON"):
+        read_measured(folder)
+    run = make_training()
+    (run / "metrics.jsonl").write_text("[" * 200_000)
+    with pytest.raises(RecordError, match=r"metrics\.jsonl cannot be read \(it does not hold what a record does\)"):
+        read_measured(run)
+
+
+def test_no_counts_are_said_in_words(make_scale: Make) -> None:
+    folder = make_scale()
+    (folder / "scale.json").write_text('{"counts": []}')
+    with pytest.raises(RecordError, match="incomplete \\(it measured no counts\\)"):
+        read_measured(folder)
+
+
+def test_the_task_is_as_a_command_line_takes_it(make_scale: Make, make_training: Make) -> None:
+    folder = make_training(task="mine")
+    about = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps({**about, "task": "my_task.py"}))
+    assert read_measured(folder).task == "my_task.py"
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(RecordError, match=r"paceline scale my_task\.py --workers 1,2"):
+        read_measured(folder)
+
+
+def test_an_all_reduce_went_over_the_nodes_of_its_count(make_scale: Make) -> None:
+    found = read_measured(make_scale(counts=(1, 2, 4), on_node=2))
+    assert {(each.workers, each.nodes, each.on_node) for each in found.links} == {(2, 1, 2), (4, 2, 2)}
 
 
 def test_a_scale_that_measured_nothing_is_incomplete(make_scale: Make) -> None:

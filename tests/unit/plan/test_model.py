@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from paceline.plan.cluster import Cluster, Range, Wire, from_fit
 from paceline.plan.draws import bars, draw
 from paceline.plan.lag import expected_lag
-from paceline.plan.links import fit_link
+from paceline.plan.links import crowd, fit_link
 from paceline.plan.measured import Bucket, Measured, Point, Run, read_measured
-from paceline.plan.model import Mode, Model, all_reduce_s, crowd, make_model
+from paceline.plan.model import Mode, Model, all_reduce_s, make_model
 
 OWN = {"input": 0.001, "compute": 0.03, "communication": 0.0, "waiting": 0.0, "optimizer": 0.002, "other": 0.001}
 
@@ -48,7 +48,7 @@ def measured(*points: Point, buckets: tuple[tuple[float, float], ...] = ((1e6, 1
         cores=cores,
         threads=1,
         backend="gloo",
-        run=Run(steps=100, global_batch=128, epochs=1, about="made"),
+        run=Run(steps=100, global_batch=128, train_samples=12_800, about="made"),
         noise=None,
         assumed=(),
     )
@@ -133,10 +133,69 @@ def test_workers_beyond_the_cores_slow_down() -> None:
     assert parts(measured(), replace(cluster, cores_per_node=8), 4)["compute"] == pytest.approx(0.03)
 
 
+def test_workers_that_were_crowded_when_measured_are_not_crowded_twice() -> None:
+    """Four workers took turns on two cores, 60 ms each: so do four there, and eight take 120 ms; with cores enough, 30."""
+    found = measured(point(), point(4, compute=0.06), buckets=(), cores=2)
+    cluster = Cluster(name="made", workers_per_node=8, cores_per_node=2, trees=False, intra=wire(0, 1e15))
+    for there in (cluster, replace(cluster, here=True)):
+        assert parts(found, there, 4)["compute"] == pytest.approx(0.06)
+        assert parts(found, there, 8)["compute"] == pytest.approx(0.12)
+    assert parts(found, replace(cluster, cores_per_node=8), 4)["compute"] == pytest.approx(0.03)
+    assert parts(found, replace(cluster, cores_per_node=None), 4)["compute"] == pytest.approx(0.03)
+
+
+def test_a_share_of_one_workers_step_was_never_crowded() -> None:
+    """Strong scaling starts from one worker's step, however crowded the others were that were measured."""
+    found = measured(point(), point(4, compute=0.06), buckets=(), cores=2)
+    cluster = Cluster(name="made", workers_per_node=8, cores_per_node=2, trees=False, intra=wire(0, 1e15))
+    assert parts(found, cluster, 4, "strong")["compute"] == pytest.approx(0.03 / 4 * 2)
+
+
+def test_nodes_that_are_one_machine_share_its_cores() -> None:
+    found = measured(point(), replace(point(2), nodes=2), buckets=(), cores=2)
+    apart = boxes(cores_per_node=2, here=True)
+    assert parts(found, apart, 4)["compute"] == pytest.approx(0.03)
+    assert parts(found, replace(apart, one_machine=True), 4)["compute"] == pytest.approx(0.06)
+    assert parts(found, replace(apart, one_machine=True, here=False), 4)["compute"] == pytest.approx(0.06)
+
+
+def test_nodes_of_one_core_are_no_faster_for_being_several() -> None:
+    found = measured(point(), replace(point(2), nodes=2), buckets=(), cores=1)
+    assert parts(found, boxes(cores_per_node=1, here=True), 4)["compute"] == pytest.approx(0.03)
+
+
+def test_how_unevenly_workers_compute_is_in_the_bars() -> None:
+    found = replace(measured(replace(point(spread=0.01), spread=0.0), buckets=()))
+    waiting = model(found, boxes()).step(16).parts_s["waiting"]
+    assert waiting[1:].max() == pytest.approx(1.5 * waiting[0], rel=0.02)
+    assert waiting[1:].min() == pytest.approx(waiting[0] / 1.5, rel=0.02)
+
+
+def test_how_well_a_fit_is_known_is_in_the_bars() -> None:
+    """Neither speed nor link vary: what is left is the fit's own residual, 10% on every all-reduce."""
+    found = measured(replace(point(), spread=0.0))
+    sure, loose = (replace(boxes(1e-4), inter=replace(wire(1e-4, 1e9), level=level)) for level in (0.0, 0.1))
+    assert np.ptp(model(found, sure).step(4).reduce_s) == 0
+    spread = model(found, loose).step(4).reduce_s
+    assert spread[1:].std() / spread[0] == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_factor_on_all_reduces_that_hits_the_limit_says_so() -> None:
+    here = boxes(1e-4, here=True)
+    fine, beyond = (measured(point(), replace(point(2, communication=s), nodes=2)) for s in (2.4e-3, 0.1))
+    assert not model(fine, here).interference_at_limit()
+    assert model(fine, here).interference is not None
+    assert model(beyond, here).interference_at_limit()
+    assert not model(fine, boxes(1e-4)).interference_at_limit()
+
+
 def test_a_link_carried_by_cores_slows_down_with_them() -> None:
     cluster = Cluster(name="made", workers_per_node=8, trees=False, intra=wire(0, 1e9))
     free, shared = (parts(measured(), each, 4)["communication"] for each in (cluster, replace(cluster, link_cores=2)))
     assert shared == pytest.approx(2 * free)
+    between = Cluster(name="made", workers_per_node=4, trees=False, intra=wire(0, 1e15), inter=wire(0, 1e9))
+    free, shared = (parts(measured(), each, 8)["communication"] for each in (between, replace(between, link_cores=2)))
+    assert shared == pytest.approx(free, rel=1e-4), "the network is no core's"
 
 
 def test_a_faster_device_divides_what_a_worker_does_alone() -> None:
@@ -174,7 +233,7 @@ def test_the_machine_that_was_measured_meets_its_own_measurements(make_scale: Ca
     slower = replace(found.points[1], parts_s={**found.points[1].parts_s, "communication": 0.009})
     slower = replace(slower, samples_per_s=256 / sum(slower.parts_s.values()))
     found = replace(found, points=(found.points[0], slower))
-    cluster = from_fit(fit_link(found.links), workers_per_node=None, cores=None, trees=False)
+    cluster = from_fit(fit_link(found.links), cores=None, trees=False)
     predicted = model(found, cluster)
     assert predicted.interference is not None
     assert predicted.interference[0] > 1.5
@@ -185,7 +244,7 @@ def test_the_machine_that_was_measured_meets_its_own_measurements(make_scale: Ca
 def test_a_fit_on_two_predicts_four_of_a_machine_that_follows_the_model(make_scale: Callable[..., Path]) -> None:
     whole = read_measured(make_scale("whole", counts=(1, 2, 3, 4, 8), ready=(0.3, 0.6, 1.0)))
     found = read_measured(make_scale("first", counts=(1, 2), ready=(0.3, 0.6, 1.0)))
-    cluster = from_fit(fit_link(found.links), workers_per_node=None, cores=None, trees=False)
+    cluster = from_fit(fit_link(found.links), cores=None, trees=False)
     for truth in whole.points:
         assert model(found, cluster).step(truth.workers).samples_per_s[0] == pytest.approx(truth.samples_per_s, rel=1e-3)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import PacelineError, RecordError, UsageError
-from paceline.plan.plan import Request, conclude, make_plan, plan_verb
+from paceline.plan.plan import Request, conclude, introduce, make_plan, plan_verb, table
 
 Make = Callable[..., Path]
 
@@ -19,7 +19,8 @@ def row(record: Path, workers: int, cluster: str = "gigabit-lab", **flags: Any) 
 
 def test_the_verb_shows_a_table_and_what_it_means(make_scale: Make, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    assert plan_verb(record=str(make_scale()), cluster="aws-p5", speed=30.0, json=str(out)) == 0
+    large = {"epochs": 5, "steps_per_epoch": 46875, "global_batch": 128, "train_samples": 6_000_000}
+    assert plan_verb(record=str(make_scale(contract=large)), cluster="aws-p5", speed=30.0, json=str(out)) == 0
     said = capsys.readouterr().out
     assert "4,096" in said
     assert "Returns " in said
@@ -39,14 +40,119 @@ def test_one_worker_reproduces_the_record(make_scale: Make) -> None:
 def test_time_without_a_noise_scale_is_for_the_same_epochs(make_scale: Make) -> None:
     one, four = (row(make_scale(), workers) for workers in (1, 4))
     assert one["time_s"] == pytest.approx(235 * 0.034)
-    assert four["steps"] == 59  # 235 / 4, rounded up
-    assert four["time_s"] == pytest.approx(235 / 4 * four["step_s"])
+    assert four["steps"] == 60  # five epochs of 6,000 / 512, rounded up
+    assert four["time_s"] == 60 * four["step_s"]
 
 
 def test_time_with_a_noise_scale_follows_the_trade(make_scale: Make) -> None:
     found = row(make_scale(), 8, noise="1024")
     assert found["steps"] == pytest.approx(235 * (1 + 1024 / 1024) / (1 + 1024 / 128), abs=1)
-    assert found["time_s"] == pytest.approx(235 * 2 / 9 * found["step_s"])
+    assert found["steps"] == 53  # 52.2
+    assert found["time_s"] == 53 * found["step_s"]
+
+
+def test_counts_end_where_a_step_would_take_the_training_set(make_scale: Make) -> None:
+    plan = make_plan(Request(record=str(make_scale(bytes_per_s=1e12)), cluster="dgx-h100"))
+    assert [each["workers"] for each in plan.rows] == [1, 2, 4, 8, 16, 32]
+    assert all(each["global_batch"] <= 6000 for each in plan.rows)
+    assert [each["steps"] for each in plan.rows] == [235, 120, 60, 30, 15, 10]
+    assert all(each["time_s"] == each["steps"] * each["step_s"] for each in plan.rows)
+    said = conclude(plan)
+    assert "Counts end at 32 workers: beyond 46, a step would take more than the 6,000 training images." in said
+
+
+def test_the_training_set_may_be_what_stops_returns(make_scale: Make) -> None:
+    """Two batches an epoch and no more: beyond, there is nothing to share out."""
+    few = {"epochs": 5, "steps_per_epoch": 8, "global_batch": 128, "train_samples": 1024}
+    plan = make_plan(Request(record=str(make_scale(contract=few)), cluster="dgx-h100"))
+    assert (plan.returns.stop_at, plan.returns.bound) == (8, "data")
+    assert "(data-bound)" in conclude(plan)[0]
+    uneven = make_plan(Request(record=str(make_scale(contract={**few, "train_samples": 1030})), cluster="dgx-h100"))
+    assert [each["steps"] for each in uneven.rows] == [40, 23, 14, 9]
+    assert uneven.returns.bound == "data"
+
+
+def test_a_run_of_few_whole_steps_is_not_bound_by_noise(make_scale: Make) -> None:
+    few = {"epochs": 1, "steps_per_epoch": 3, "global_batch": 128, "train_samples": 128 * 3}
+    plan = make_plan(Request(record=str(make_scale(contract=few)), cluster="dgx-h100", noise="1e6", samples=1))
+    assert plan.returns.bound == "data"
+
+
+def test_a_count_beyond_the_training_set_has_a_speed_and_no_time(make_scale: Make) -> None:
+    plan = make_plan(Request(record=str(make_scale()), cluster="aws-p5", workers="32,64,4096"))
+    assert "time_s" in plan.rows[0]
+    assert not {"time_s", "steps", "cost"} & {*plan.rows[1], *plan.rows[2]}
+    assert plan.rows[2]["samples_per_s"] > plan.rows[0]["samples_per_s"]
+    assert table(plan).splitlines()[2].split()[-4:] == ["-"] * 4
+    assert "No steps and no time for 64 workers and more: a step would take more than the 6,000 training images." in conclude(
+        plan
+    )
+
+
+def test_strong_scaling_ends_with_the_samples_of_its_batch(make_scale: Make) -> None:
+    plan = make_plan(Request(record=str(make_scale()), cluster="dgx-h100", mode="strong"))
+    assert [each["workers"] for each in plan.rows] == [1 << i for i in range(8)]
+    assert plan.returns.most == 128
+
+
+def test_a_crowd_on_the_cores_is_to_blame_in_strong_scaling_too(make_scale: Make, tmp_path: Path) -> None:
+    file = tmp_path / "few.toml"
+    link = "intra = {latency_us = 0.001, bandwidth_GBps = 10000}"
+    file.write_text(f'name = "few"\nworkers_per_node = 64\ncores_per_node = 2\n{link}\n')
+    plan = make_plan(Request(record=str(make_scale()), cluster=str(file), mode="strong"))
+    assert (plan.returns.stop_at, plan.returns.bound) == (2, "cores")
+    file.write_text(f'name = "many"\nworkers_per_node = 64\n{link}\n')
+    plan = make_plan(Request(record=str(make_scale()), cluster=str(file), mode="strong"))
+    assert plan.returns.bound == "overhead"
+
+
+CPU = {"devices": "1 CPU worker, 1 thread (2 cores, no GPU)", "backend": "gloo"}
+
+
+def test_cores_may_be_told(make_scale: Make) -> None:
+    """As measured, four workers take turns on two cores; told none, they do not; told two, nodes share them as well."""
+    one, apart = make_scale("one", contract=CPU), make_scale("apart", contract=CPU, on_node=1)
+    for record, cores, compute in (
+        *(
+            (one, "", 0.06),
+            (one, "none", 0.03),
+            (one, "4", 0.03),
+            (one, "1", 0.06),
+        ),  # two were measured on that one, not slower
+        *((apart, "", 0.03), (apart, "none", 0.03), (apart, "2", 0.06)),
+    ):
+        found = row(record, 4, cluster="here", cores=cores)
+        assert found["parts_s"]["compute"] == pytest.approx(compute), (record.name, cores)
+    assert row(one, 4, cores="2")["parts_s"]["compute"] == pytest.approx(0.06)
+
+
+def test_told_that_workers_share_none_cores_still_carry_the_link(make_scale: Make) -> None:
+    plan = make_plan(Request(record=str(make_scale(contract=CPU)), cluster="here", cores="none"))
+    assert (plan.model.cluster.cores_per_node, plan.model.cluster.link_cores) == (None, 2)
+    assert any("each worker has a device of its own" in line for line in introduce(plan))
+
+
+def test_counts_on_nodes_of_their_own_are_predicted_over_the_network(make_scale: Make) -> None:
+    plan = make_plan(Request(record=str(make_scale(on_node=1)), cluster="here", workers="4"))
+    assert plan.rows[0]["nodes"] == 4
+    assert plan.model.cluster.intra is None
+
+
+def test_a_target_may_be_given_where_the_record_has_no_run(make_scale: Make) -> None:
+    record = make_scale(contract={})
+    assert "time_s" not in row(record, 2)
+    assert row(record, 1, target_steps=1000)["time_s"] == pytest.approx(34)
+    assert row(record, 2, target_steps=1000)["steps"] == 500
+
+
+def test_a_factor_at_its_limit_is_no_finding(make_scale: Make) -> None:
+    slow = {"input": 0.0, "compute": 0.03, "communication": 3.0, "waiting": 0.0, "optimizer": 0.0, "other": 0.0}
+    folder = make_scale()
+    found = json.loads((folder / "scale.json").read_text())
+    found["counts"][1] |= {"parts_s": slow, "samples_per_s": 256 / 3.03, "windows": []}
+    (folder / "scale.json").write_text(json.dumps(found))
+    said = conclude(make_plan(Request(record=str(folder), cluster="here")))
+    assert any("take 20.00 times" in line and "the limit of what the model allows for" in line for line in said)
 
 
 def test_the_steps_to_a_target_may_be_given(make_scale: Make) -> None:
@@ -124,6 +230,13 @@ def test_a_record_by_its_name(make_scale: Make) -> None:
     ("flags", "says"),
     [
         ({"workers": "0"}, "it must be counts above 0"),
+        ({"workers": "99999999999999999999"}, "--workers asks for more than 1,000,000"),
+        ({"speed": 1e-300}, "--speed is 1e-300: it must be 1e-06 to 1e+06"),
+        ({"speed": 1e7}, "--speed is 1e+07: it must be"),
+        ({"speed": float("nan")}, "--speed is nan"),
+        ({"cores": "many"}, "--cores is 'many': it must be a number of cores above 0, or none"),
+        ({"cores": "0"}, "--cores is '0'"),
+        ({"cores": "2"}, "have a GPU each and share no cores"),
         ({"workers": "two"}, "it must be counts above 0"),
         ({"workers": "16", "cluster": "h200-node"}, "h200-node is one node of 8"),
         ({"workers": "256", "mode": "strong"}, "a fixed global batch of 128 has no more samples"),

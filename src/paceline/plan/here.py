@@ -1,0 +1,70 @@
+"""`--cluster here`: the machine, or machines, that a record was measured on, as a cluster.
+
+The link within a node is fitted to all-reduces on one node, the network to those over several, less what they take within
+nodes: the two levels of `links.py`, as predictions have them. With one worker a node there is the network alone.
+"""
+
+import math
+
+from paceline.errors import RecordError
+from paceline.plan.cluster import Cluster, from_fit
+from paceline.plan.links import Fit, fit_link, fit_network
+from paceline.plan.measured import Measured
+
+
+def make_here(measured: Measured) -> Cluster:
+    """The cluster a record was measured on; a RecordError says what to measure where that is not known."""
+    near = [bucket.bytes for bucket in measured.buckets]
+    trees = measured.backend not in ("gloo", "")
+    on_node = _workers_a_node(measured)
+    intra, inter = None, None
+    if on_node is None or on_node > 1:
+        intra = _try_fit(measured, near)
+        if intra is None:
+            raise RecordError(_missing(measured, on_node))
+    if on_node is not None:
+        try:
+            inter = fit_network(measured.links, near, intra, cores=measured.cores)
+        except ValueError:
+            raise RecordError(
+                f"{measured.record} timed no all-reduces between its nodes, so --cluster here is not known: measure a count on"
+                f" two nodes (paceline scale {measured.task} --nodes 2)"
+            ) from None
+    return from_fit(intra, inter, workers_per_node=on_node, cores=measured.cores, trees=trees)
+
+
+def _workers_a_node(measured: Measured) -> int | None:
+    """Workers a node where counts were measured on several nodes; None where all were on one."""
+    apart = [point for point in measured.points if point.nodes > 1]
+    if not apart:
+        return None
+    largest = apart[-1]
+    on_node = math.ceil(largest.workers / largest.nodes)
+    for point in measured.points:
+        if point.nodes != math.ceil(point.workers / on_node):
+            raise RecordError(
+                f"{measured.record} has {largest.workers} workers on {largest.nodes} nodes, but {point.workers} on"
+                f" {point.nodes}: for --cluster here, measure every count with {on_node} a node, up to {on_node} on one node"
+            )
+    return on_node
+
+
+def _try_fit(measured: Measured, near: list[float]) -> Fit | None:
+    try:
+        return fit_link(measured.links, near, cores=measured.cores)
+    except ValueError:
+        return None
+
+
+def _missing(measured: Measured, on_node: int | None) -> str:
+    command = f"paceline scale {measured.task}"
+    if on_node is None:
+        return (
+            f"{measured.record} timed no all-reduces by themselves, so --cluster here is not known: measure with {command}"
+            " --workers 1,2"
+        )
+    counts = "2" if on_node == 2 else f"2 or {on_node}"
+    return (
+        f"{measured.record} has {on_node} workers a node but timed no all-reduces within one, so --cluster here is not known:"
+        f" measure {counts} workers on one node into it as well ({command} --workers 1,{on_node})"
+    )
