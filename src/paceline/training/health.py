@@ -15,7 +15,7 @@ from paceline.training.timing import Timed, fill_up, split_steps
 LOOK_S = 5.0
 """Seconds between two looks, about."""
 
-INPUT_BOUND, LAGS, COMMUNICATES = 0.2, 0.1, 0.3
+INPUT_BOUND, LAGS, COMMUNICATES = 0.2, 0.2, 0.3
 """Shares of a step from which on the run is said to be input-bound, held up by one worker, or by communication."""
 
 
@@ -72,24 +72,23 @@ class Health:
 
 
 def judge(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What holds a run up, if anything does: "input", "straggler", "communication"."""
+    """What holds a run up, if anything does: "input", "straggler RANK", "communication"."""
     shares = {name: value / row["step_s"] for name, value in row["parts_s"].items()}
     found: tuple[str, ...] = ("input",) if shares["input"] >= INPUT_BOUND else ()
     if row["slowest"] is not None and row["lag_s"] / row["step_s"] >= LAGS:
-        found += ("straggler",)
+        found += (f"straggler {row['slowest']}",)
     return (*found, "communication") if shares["communication"] >= COMMUNICATES else found
 
 
-def describe(row: Mapping[str, Any], unit: str) -> str:
-    """The row as a line for people."""
+def describe(row: Mapping[str, Any], unit: str, troubles: Sequence[str] = ()) -> str:
+    """The row as a line for people, with what to do about these troubles."""
     step_s, parts = row["step_s"], row["parts_s"]
     named = [f"{value / step_s:.0%} {name}" for name, value in sorted(parts.items(), key=lambda part: -part[1])]
     shown = ", ".join(text for text in named if not text.startswith("0%"))
     text = f"{row['samples_per_s']:,.0f} {unit}/s; a step of {1e3 * step_s:.1f} ms is {shown}"
-    troubles = judge(row)
     if "input" in troubles:
         text += "; input-bound: more --loader-workers, or data that fits the device (--loader resident)"
-    if "straggler" in troubles:
+    if any(trouble.startswith("straggler") for trouble in troubles):
         why = "it has more parts than others" if row["uneven"] else "look at its machine"
         text += f"; worker {row['slowest']} is slowest, {1e3 * row['lag_s']:.1f} ms behind: {why}"
     if "communication" in troubles:

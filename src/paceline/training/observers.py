@@ -203,12 +203,12 @@ class Printer:
         self._line(", ".join(words))
 
     def health(self, row: Row) -> None:
-        """The first look, and what two looks in a row find that was not told yet."""
-        found, last = judge(row), self._last
-        self._last = found
-        if self._told is None or (found == last and found != self._told):
-            self._told = found
-            self._line(f"health: {describe(row, self._unit)}")
+        """The first look, which tells of no troubles yet; then what two looks in a row find that was not told before."""
+        found, last, first = judge(row), self._last, self._told is None
+        self._last, self._told = found, self._told or ()
+        if first or (found == last and found != self._told):
+            self._told = () if first else found
+            self._line(f"health: {describe(row, self._unit, self._told)}")
 
     def timeline(self, timeline: Row) -> None:
         about = timeline["paceline"]

@@ -22,8 +22,8 @@ def _row(slowest: int | None = None, lag_s: float = 0.0, **parts: float) -> dict
         (_row(), ()),
         (_row(input=2.6), ("input",)),
         (_row(input=2.4), ()),
-        (_row(slowest=1, lag_s=1.1), ("straggler",)),
-        (_row(slowest=1, lag_s=0.9), ()),
+        (_row(slowest=1, lag_s=2.1), ("straggler 1",)),
+        (_row(slowest=1, lag_s=1.9), ()),
         (_row(communication=4.5), ("communication",)),
         (_row(communication=8.0, input=5.0), ("input", "communication")),
     ],
@@ -35,14 +35,29 @@ def test_verdicts(row: dict[str, Any], troubles: tuple[str, ...]) -> None:
 def test_the_line() -> None:
     parts = "80% compute, 5% communication, 5% waiting, 5% optimizer, 5% other"
     assert describe(_row(), "images") == f"8,010 images/s; a step of 10000.0 ms is {parts}; 400 MB a worker"
-    assert "worker 3 is slowest, 2000.0 ms behind" in describe(_row(slowest=3, lag_s=2.0), "images")
-    assert "it has more parts than others" in describe({**_row(slowest=3, lag_s=2.0), "uneven": True}, "images")
-    assert "input-bound" in describe(_row(input=9.0), "images")
-    assert "communication-bound" in describe(_row(communication=9.0), "images")
+    slow = _row(slowest=3, lag_s=2.0)
+    assert "worker 3 is slowest, 2000.0 ms behind: look at its machine" in describe(slow, "images", ("straggler 3",))
+    assert "it has more parts than others" in describe({**slow, "uneven": True}, "images", ("straggler 3",))
+    assert "input-bound" in describe(_row(input=9.0), "images", ("input",))
+    assert "communication-bound" in describe(_row(communication=9.0), "images", ("communication",))
 
 
 def test_the_first_look_is_told_and_then_what_lasts(capsys: pytest.CaptureFixture[str]) -> None:
     printer, slow = Printer("images", terminal=False), _row(input=9.0)
     for row, told in [(_row(), 1), (slow, 0), (_row(), 0), (slow, 0), (slow, 1), (slow, 0), (_row(), 0), (_row(), 1)]:
         printer.health(row)
+        assert capsys.readouterr().out.count("health: ") == told
+
+
+def test_one_look_is_no_proof(capsys: pytest.CaptureFixture[str]) -> None:
+    printer = Printer("images", terminal=False)
+    for bound in (False, True):
+        printer.health(_row(input=9.0))
+        assert ("input-bound" in capsys.readouterr().out) is bound
+
+
+def test_now_this_worker_and_now_that_one_is_no_straggler(capsys: pytest.CaptureFixture[str]) -> None:
+    printer = Printer("images", terminal=False)
+    for rank, told in ((0, 1), (1, 0), (0, 0), (1, 0), (1, 1)):
+        printer.health(_row(slowest=rank, lag_s=5.0))
         assert capsys.readouterr().out.count("health: ") == told
