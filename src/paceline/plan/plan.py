@@ -18,7 +18,7 @@ from paceline.plan.here import make_here
 from paceline.plan.measured import Measured, Run, read_measured
 from paceline.plan.model import Mode, Model, make_model
 from paceline.plan.noise import Noise, given_noise, read_noise
-from paceline.plan.target import Returns, data_limit, doublings, find_returns, most_workers, price_of, steps_needed, time_s
+from paceline.plan.target import Returns, data_limit, doublings, find_returns, place_limit, price_of, steps_needed, time_s
 from paceline.plan.words import BARS, count_words, lay_out, money_words, number_words, range_words, returns_words, time_words
 from paceline.records import read_metrics
 
@@ -156,9 +156,8 @@ def make_cluster(name: str, measured: Measured, cores: str = "") -> tuple[Measur
 
 def parse_counts(text: str, model: Model) -> list[int]:
     """`--workers 1,2,8` as numbers; all doublings where it is empty."""
-    most = most_workers(model)
     if not text:
-        return doublings(most)
+        return doublings(place_limit(model))
     try:
         counts = sorted({int(each) for each in text.split(",")})
     except ValueError:
@@ -298,19 +297,14 @@ def _to_target(measured: Measured, steps: int) -> Run:
 
 
 def _say_data(plan: Plan) -> list[str]:
-    """Where the training set ends the counts."""
+    """From where on there is no time to tell."""
     run, limit, unit = plan.model.measured.run, data_limit(plan.model), plan.model.measured.unit
     if run is None or limit is None:
         return []
     why = f"a step would take more than the {run.train_samples:,} training {unit}"
     beyond = [row["workers"] for row in plan.rows if row["workers"] > limit]
-    if beyond:
-        return [f"No steps and no time for {count_words(beyond[0])}{' and more' if len(beyond) > 1 else ''}: {why}."]
-    return [f"Counts end at {count_words(plan.rows[-1]['workers'])}: beyond {limit:,}, {why}."] if _ended_by_data(plan) else []
-
-
-def _ended_by_data(plan: Plan) -> bool:
-    return not plan.request.workers and plan.returns.most == data_limit(plan.model)
+    more = " and more" if len(beyond) > 1 else ""
+    return [f"No steps and no time for {count_words(beyond[0])}{more}: {why}."] if beyond else []
 
 
 def _noise_of(path: Path) -> Noise:

@@ -55,7 +55,7 @@ def doublings(most: int) -> list[int]:
 
 def most_workers(model: Model) -> int:
     """The largest count that makes sense: a node has so many places, a global batch and a training set so many samples."""
-    return min(_other_limit(model), data_limit(model) or MOST)
+    return min(place_limit(model), data_limit(model) or MOST)
 
 
 def data_limit(model: Model) -> int | None:
@@ -101,13 +101,13 @@ def find_returns(model: Model, run: Run | None, noise: Noise | None) -> Returns:
             saved = 1 - times[i + 1] / times[i]
             bound = _blame(model, steps[i], steps[i + 1], times[i + 1] / times[i])
             return Returns(stop_at=steps[i].workers, saved=saved, bound=bound, cost_doubles_at=dear, most=most)
-    if (data_limit(model) or MOST) < _other_limit(model):
+    if (data_limit(model) or MOST) < place_limit(model):
         return Returns(stop_at=steps[-1].workers, saved=0.0, bound="data", cost_doubles_at=dear, most=most)
     last = 1 - times[-1] / times[-2] if len(times) > 1 else 0.0
     return Returns(stop_at=None, saved=last, bound="", cost_doubles_at=dear, most=most)
 
 
-def _other_limit(model: Model) -> int:
+def place_limit(model: Model) -> int:
     """The largest count, but for the training set."""
     limits = [_MOST_HERE if model.cluster.here else MOST, model.cluster.most_workers() or MOST]
     if model.mode == "strong":
