@@ -15,6 +15,7 @@
 Nothing here imports torch, so that pages and predictions read records at once.
 """
 
+import difflib
 import errno
 import fcntl
 import json
@@ -33,7 +34,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import RecordError
+from paceline.errors import RecordError, UsageError
 
 PARTS = ("input", "compute", "communication", "waiting", "optimizer", "other")
 """What the time of a step is split into; they add up to it."""
@@ -171,6 +172,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _done_again(row: Mapping[str, Any], resumed_at: int) -> bool:
     """Whether a run resumed at this step says this again. A checkpoint at an epoch's last step comes before its validation."""
     return bool(row.get("step", 0) >= resumed_at) if row["kind"] == "epoch" else bool(row.get("step", 0) > resumed_at)
+
+
+def find_record(name: str, runs_dir: str) -> Path:
+    """The record, study or results that a user means: a path, or a name in runs_dir. A UsageError names the nearest."""
+    runs = Path(runs_dir)
+    for path in (Path(name), runs / name):
+        if name and path.exists():
+            return path
+    found = [path for path in runs.iterdir() if path.is_dir()] if runs.is_dir() else []
+    known = [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
+    near = difflib.get_close_matches(Path(name).name, known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"the newest there: {', '.join(known[:5])}"
+    hint = hint if known else f"{runs} holds none; paceline train makes one"
+    raise UsageError(f"no record {name!r}, neither here nor in {runs}: {hint}")
 
 
 def find_unfinished(runs_dir: Path, task: str) -> Path | None:

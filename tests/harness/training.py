@@ -16,6 +16,19 @@ from paceline.training.loop import fit
 from paceline.training.observers import Result
 from paceline.training.task import Task, classify
 
+ALONE = World(
+    rank=0,
+    local_rank=0,
+    node=0,
+    size=1,
+    local_size=1,
+    nodes=1,
+    device=torch.device("cpu"),
+    backend="gloo",
+    launcher="test",
+)
+"""A world of one CPU worker, outside of any process group."""
+
 
 @dataclass
 class Watcher:

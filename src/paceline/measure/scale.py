@@ -24,7 +24,6 @@ from paceline.records import environment, name_for, write_file
 from paceline.toml import read_recipe
 
 FILE = "scale.json"
-MODES = ("weak", "strong")
 _OWN = ("windows", "window_s", "mode")
 _NOT_FOR_SCALE = ("resume", "profile", "max_restarts", "min_workers", "target_accuracy", "max_steps", "tracker")
 
@@ -36,14 +35,14 @@ def scale_verb(given: Mapping[str, Any]) -> int:
     options = {**read_recipe(recipe), **options} if recipe else options
     how = {name: options.pop(name) for name in _OWN}
     counts = parse_counts(str(options.pop("workers", "")))
-    _check(options, how, counts)
+    _check(options, how)
     place = read_place()
     if place.launcher != "alone":
         if len(counts) > 1:
             raise UsageError(f"--workers {counts}: {place.launcher} has started {place.size}; leave --workers out")
         from paceline.measure.windows import measure_here
 
-        measured = measure_here(task, _mode_options(options, how["mode"], place.size, place.size), how)
+        measured = measure_here(task, _mode_options(options, how["mode"], place.size), how)
         if place.rank == 0 and measured is not None:
             folder = _folder(task, options)
             _write(folder, task, how["mode"], measured)
@@ -53,13 +52,13 @@ def scale_verb(given: Mapping[str, Any]) -> int:
     counts = counts or [1, 2]
     options.setdefault("name", _name(task))
     _check_folder(_folder(task, options), task, how["mode"])
-    most = max(counts) * int(options.get("nodes", 1))
+    nodes = int(options.get("nodes", 1))
+    every = _mode_options(options, how["mode"], max(counts) * nodes)
     # Every worker of every count gets the same threads, or one worker would have all cores to itself and nothing would scale.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(counts))))
     for count in counts:
-        print(f"measuring {count * int(options.get('nodes', 1))} worker(s) ...", flush=True)
-        asked = {**_mode_options(options, how["mode"], count * int(options.get("nodes", 1)), most), "workers": count}
-        _measure_there(task, asked, how)
+        print(f"measuring {count * nodes} worker(s) ...", flush=True)
+        _measure_there(task, {**every, "workers": count}, how)
     if int(options.get("node_id", 0)) == 0:
         _show(_folder(task, options))
     return 0
@@ -76,7 +75,7 @@ def parse_counts(text: str) -> list[int]:
     return counts
 
 
-def _check(options: Mapping[str, Any], how: Mapping[str, Any], counts: Sequence[int]) -> None:
+def _check(options: Mapping[str, Any], how: Mapping[str, Any]) -> None:
     """What can be wrong before anything is started."""
     for name in _NOT_FOR_SCALE:
         if name in options:
@@ -91,8 +90,8 @@ def _check(options: Mapping[str, Any], how: Mapping[str, Any], counts: Sequence[
     make_config(dict(options))
 
 
-def _mode_options(options: Mapping[str, Any], mode: str, workers: int, most: int) -> dict[str, Any]:
-    """The options of a run with so many workers."""
+def _mode_options(options: Mapping[str, Any], mode: str, most: int) -> dict[str, Any]:
+    """The options of every count's run, of which the largest has so many workers."""
     if mode == "weak":
         return dict(options)
     parts = int(options.get("virtual_workers") or most)

@@ -105,7 +105,7 @@ def _table(facts: Facts) -> str:
     most = 1 << (min(max(8, 4 * round(facts.noise.high / part)), 4096) - 1).bit_length()
     heads = ["workers", "batch", "steps", "examples", "doubling saves"]
     predicted = {row["workers"]: row for row in facts.plan.rows} if facts.plan else {}
-    heads += ["images/s", "time", "low to high"] if predicted else []
+    heads += [f"{facts.plan.model.measured.unit}/s", "time", "low to high"] if facts.plan else []
     rows = []
     for workers in doublings(facts.workers(most * part)):
         batch = part * workers

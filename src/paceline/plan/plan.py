@@ -20,7 +20,7 @@ from paceline.plan.model import Mode, Model, make_model
 from paceline.plan.noise import Noise, given_noise, read_noise
 from paceline.plan.target import Returns, data_limit, doublings, find_returns, place_limit, price_of, steps_needed, time_s
 from paceline.plan.words import BARS, count_words, lay_out, money_words, number_words, range_words, returns_words, time_words
-from paceline.records import read_metrics
+from paceline.records import find_record, read_metrics
 
 MOST_ASKED = 1_000_000
 """Workers that may be asked for."""
@@ -119,18 +119,15 @@ def make_plan(request: Request) -> Plan:
     return Plan(request=request, model=model, noise=noise, rows=rows, returns=find_returns(model, measured.run, noise))
 
 
-def find_record(name: str, runs_dir: str) -> Path:
-    """A record by its folder or by its name."""
-    path = Path(name)
-    return path if path.exists() else next((p for p in [Path(runs_dir) / name] if p.exists()), path)
-
-
 def find_noise(text: str, runs_dir: str) -> Noise:
     """A noise scale from `--noise`: a number of samples, or a record."""
     try:
         scale = float(text.replace(",", ""))
     except ValueError:
-        return _noise_of(find_record(text, runs_dir))
+        try:
+            return _noise_of(find_record(text, runs_dir))
+        except UsageError as error:
+            raise UsageError(f"--noise is neither a number of samples nor a record that measured it: {error}") from None
     if not 0 < scale < math.inf:
         raise UsageError(f"--noise is {text}: it must be a number of samples above 0, or a record")
     return given_noise(scale)
@@ -312,7 +309,7 @@ def _noise_of(path: Path) -> Noise:
     try:
         found = read_noise(read_metrics(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UsageError(f"--noise is {str(path)!r}: neither a number of samples nor a record of paceline train") from None
+        raise UsageError(f"{path} is no record of paceline train") from None
     if found is None:
         raise UsageError(f"{path} measured no noise scale: train it with --measure-noise, or ask paceline advise")
     return found

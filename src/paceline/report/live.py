@@ -11,7 +11,6 @@ whole; then come changes of the list and appended rows. All of it comes in one s
 
 import asyncio
 import json
-import math
 import secrets
 import threading
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.report.listing import Listing, Tail
+from paceline.report.page import finite
 from paceline.report.read import read_source
 from paceline.report.series import MOST_ROWS, Columns, number, text, thin
 from paceline.report.summary import headline, sentence
@@ -308,14 +308,4 @@ def _to_json(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (ValueError, TypeError):
-        return json.dumps(_plain(value), allow_nan=False, separators=(",", ":"), default=str)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value
+        return json.dumps(finite(value), allow_nan=False, separators=(",", ":"), default=str)

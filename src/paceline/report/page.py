@@ -5,11 +5,8 @@ record can become markup: the JSON has no `<`, `>` or `&` in it, and the page's 
 load nothing.
 """
 
-import difflib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
@@ -20,6 +17,7 @@ from typing import Any
 
 from paceline import __version__
 from paceline.errors import PacelineError, RecordError, UsageError
+from paceline.records import find_record, write_file
 from paceline.report.read import STUDY_FILES, find_sources, kind_of, read_source
 from paceline.report.summary import headline
 
@@ -39,7 +37,7 @@ SCRIPTS = (
 
 def report_verb(records: Sequence[str], *, out: str = "", runs_dir: str = "runs") -> int:
     """What the command line calls: records, studies and results by path or by name under runs_dir; none means the newest."""
-    paths = [find_record(name, Path(runs_dir)) for name in records] or [_newest(Path(runs_dir))]
+    paths = [find_record(name, runs_dir) for name in records] or [_newest(Path(runs_dir))]
     where = write_report(paths, Path(out) if out else _beside(paths, Path(runs_dir)))
     print(f"report in {where}")
     return 0
@@ -51,15 +49,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
     text = render([read_source(path) for path in dict.fromkeys(paths)])
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, out)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_file(out, text)
     except OSError as error:
         raise RecordError(f"cannot write the report to {out}: {error.strerror or error}; choose another --out") from error
     return out
@@ -87,25 +77,19 @@ def render(sources: Sequence[Mapping[str, Any]]) -> str:
 
 def embed(value: Any) -> str:
     """A value as JSON that is safe within a script element: no record can end the element or begin another."""
-    text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
+    text = json.dumps(finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text.encode("utf-8", "replace").decode()  # a name that is no text has lone surrogates
 
 
-def find_record(name: str, runs_dir: Path) -> Path:
-    """The record, study or results that a user means: a path, or a name under runs_dir. A UsageError names the nearest."""
-    for path in (Path(name), runs_dir / name):
-        if path.exists() and name:
-            return path
-    known = [path.name for path in find_sources(runs_dir)]
-    near = difflib.get_close_matches(Path(name).name, known, n=3, cutoff=0.5)
-    if near:
-        hint = f"did you mean {' or '.join(near)}?"
-    else:
-        some = ", ".join(known[-5:][::-1])
-        hint = f"the newest there: {some}" if known else f"{runs_dir} holds none; paceline train makes one"
-    raise UsageError(f"no record {name!r}, neither here nor in {runs_dir}: {hint}")
+def finite(value: Any) -> Any:
+    """The value with None for every number that JSON has no word for, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): finite(inner) for name, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def asset(name: str) -> str:
@@ -145,18 +129,3 @@ def _beside(paths: Sequence[Path], runs_dir: Path) -> Path:
 def _inline(script: str) -> str:
     """A script that may stand in a script element: nothing in it ends the element."""
     return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _finite(inner) for name, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _umask() -> int:
-    """What new files' permissions leave out; it can only be read by setting it."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

@@ -93,4 +93,4 @@ def describe(row: Mapping[str, Any], unit: str, troubles: Sequence[str] = ()) ->
         text += f"; worker {row['slowest']} is slowest, {1e3 * row['lag_s']:.1f} ms behind: {why}"
     if "communication" in troubles:
         text += "; communication-bound: larger parts (--global-batch), or a faster link"
-    return f"{text}; {row['memory_bytes'] / 2**20:,.0f} MB a worker"
+    return f"{text}; {row['memory_bytes'] / 2**20:,.0f} MiB a worker"

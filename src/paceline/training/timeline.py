@@ -64,7 +64,7 @@ def make_timeline(workers: Sequence[Sequence[Mapping[str, Any]]], how: Mapping[s
         for line, name in enumerate(_LINES):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": line, "args": {"name": name}})
         for number, step in enumerate(steps):
-            latest = max((_ready(of_worker[number]) or 0.0 for of_worker in workers), default=0.0)
+            latest = max(of_worker[number]["ready"] or 0.0 for of_worker in workers)
             for phase, begin, end in _cut(step, latest):
                 events.append(_event((phase, phase), (begin - origin, end - origin), (rank, 0), {"step": step["step"]}))
             for number, bucket in enumerate(step["buckets"]):
@@ -94,7 +94,7 @@ def describe_timeline(about: Mapping[str, Any]) -> list[str]:
         held = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
         hidden = f", {bucket['hidden_s'] / took_s:.0%} of it behind the backward pass" if took_s else ""
         lines.append(
-            f"bucket {bucket['bucket']}: {bucket['bytes'] / 2**20:.2f} MB, {len(names)} tensors ({held}), ready"
+            f"bucket {bucket['bucket']}: {bucket['bytes'] / 2**20:.2f} MiB, {len(names)} tensors ({held}), ready"
             f" {1e3 * bucket['ready_s']:.2f} ms into it, averaged in {1e3 * took_s:.2f} ms{hidden}"
         )
     return lines
@@ -116,19 +116,11 @@ def _event(
     }
 
 
-def _ready(step: Mapping[str, Any]) -> float | None:
-    """When the worker had all its gradients: in the backward pass that DDP averages in, or where an exact sum begins."""
-    ready, spans = step["ready"], step["spans"]
-    if ready is not None and any(phase == "backward" and begin <= ready <= end for phase, begin, end in spans):
-        return float(ready)
-    return next((begin for phase, begin, _ in spans if phase == "reduce"), None)
-
-
 def _cut(step: Mapping[str, Any], latest: float) -> list[tuple[str, float, float]]:
     """The phases as people name them; the backward pass ends with the last gradient. What is left of it is waiting, until the
     latest worker has its own, and then communication.
     """
-    found, ready = [], _ready(step)
+    found, ready = [], step["ready"]
     for phase, begin, end in step["spans"]:
         if ready is not None and begin <= ready <= end and phase in ("backward", "reduce"):
             together = min(max(latest, ready), end)
@@ -167,4 +159,4 @@ def _plain(timed: Timed, names: Mapping[Any, str]) -> dict[str, Any]:
         }
         for bucket in timed.buckets
     ]
-    return {"step": timed.step + 1, "spans": timed.spans(), "ready": timed.ready, "buckets": buckets}
+    return {"step": timed.step + 1, "spans": timed.spans(), "ready": timed.gathered(), "buckets": buckets}

@@ -59,6 +59,15 @@ class Timed:
         ends = [stamp for _, stamp in self.laps[1:]] + [self.end]
         return [(phase, begin, end) for (phase, begin), end in zip(self.laps, ends, strict=True)]
 
+    def gathered(self) -> float | None:
+        """When this worker had all its gradients: within the backward pass that DDP averages in, or where an exact sum begins.
+        None where there is nobody to average with.
+        """
+        passes = [(begin, end) for phase, begin, end in self.spans() if phase == "backward"]
+        if self.ready is not None and passes and passes[-1][0] <= self.ready <= passes[-1][1]:
+            return float(self.ready)
+        return next((begin for phase, begin, _ in self.spans() if phase == "reduce"), None)
+
 
 class Clock:
     """Times the steps of one worker; `on` says whether it does so now."""
@@ -269,17 +278,12 @@ def fill_up(parts_s: Mapping[str, float], step_s: float) -> dict[str, float]:
 def _own_parts(timed: Timed) -> list[float]:
     """input, forward, backward, exposed, optimizer, other, and when the last gradient was ready."""
     sums = dict.fromkeys(PHASES.values(), 0.0)
-    averaging: float | None = None
-    passed: tuple[float, float] | None = None
+    ready = timed.gathered()
     for phase, begin, end in timed.spans():
         sums[PHASES[phase]] += end - begin
-        averaging = begin if phase == "reduce" and averaging is None else averaging
-        passed = (begin, end) if phase == "backward" else passed
-    ready = averaging
-    if timed.ready is not None and passed is not None and passed[0] <= timed.ready <= passed[1]:
-        ready = timed.ready
-        sums["backward"] -= passed[1] - ready
-        sums["exposed"] += passed[1] - ready
+        if phase == "backward" and ready is not None and begin <= ready < end:
+            sums["backward"] -= end - ready
+            sums["exposed"] += end - ready
     return [*(sums[name] for name in ("input", "forward", "backward", "exposed", "optimizer", "other")), ready or 0.0]
 
 

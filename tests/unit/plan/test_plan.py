@@ -249,7 +249,7 @@ def test_a_record_by_its_name(make_scale: Make) -> None:
         ({"noise": "nowhere"}, "neither a number of samples nor a record"),
         ({"cluster": "gigabit-lob"}, "did you mean 'gigabit-lab'?"),
         ({"record": ""}, "plan needs a RECORD"),
-        ({"record": "nowhere"}, "no record at nowhere"),
+        ({"record": "nowhere"}, "no record 'nowhere', neither here nor in"),
         ({"json": "/nowhere/plan.json"}, "cannot write --json"),
     ],
 )

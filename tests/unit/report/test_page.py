@@ -10,7 +10,8 @@ import pytest
 
 from harness.pages import make_scale, make_train
 from paceline.errors import PacelineError, RecordError, UsageError
-from paceline.report.page import POLICY, SCRIPTS, asset, embed, find_record, plotly, render, report_verb, write_report
+from paceline.records import find_record
+from paceline.report.page import POLICY, SCRIPTS, asset, embed, plotly, render, report_verb, write_report
 from paceline.report.read import read_source
 
 EVIL = "</script><script>alert(1)</script><!--&\u2028"
@@ -102,11 +103,11 @@ def test_results_that_lie_among_others_get_a_page_in_runs(runs: Path, capsys: py
 def test_a_name_that_is_not_there_is_one_line_with_the_nearest(runs: Path) -> None:
     make_train(runs / "demo")
     with pytest.raises(UsageError, match=r"no record 'dmeo', neither here nor in runs: did you mean demo\?"):
-        find_record("dmeo", Path("runs"))
+        find_record("dmeo", "runs")
     with pytest.raises(UsageError, match="the newest there: demo"):
-        find_record("zzzzzz", Path("runs"))
+        find_record("zzzzzz", "runs")
     with pytest.raises(UsageError, match="holds none"):
-        find_record("", Path("nowhere"))
+        find_record("", "nowhere")
 
 
 def test_a_page_that_cannot_be_written_is_one_line_and_leaves_the_old_one(
@@ -118,7 +119,7 @@ def test_a_page_that_cannot_be_written_is_one_line_and_leaves_the_old_one(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("paceline.report.page.os.replace", full)
+    monkeypatch.setattr("paceline.records.os.fsync", full)
     with pytest.raises(RecordError, match="No space left on device; choose another --out"):
         write_report([record], out)
     assert out.read_text() == "old"

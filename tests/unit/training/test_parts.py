@@ -13,24 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harness.processes import run_workers
+from harness.training import ALONE
 from paceline.config import Config
 from paceline.data.sampler import Sampler
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.models.norms import PartNorm, SyncNorm, group_batch_norms
 from paceline.training.parts import Pass, Statistics, choose_grouping, deal_parts, plan_epoch, plan_step
-
-ALONE = World(
-    rank=0,
-    local_rank=0,
-    node=0,
-    size=1,
-    local_size=1,
-    nodes=1,
-    device=torch.device("cpu"),
-    backend="gloo",
-    launcher="test",
-)
 
 
 @pytest.fixture(autouse=True)

@@ -9,23 +9,11 @@ import torch
 from torch import nn
 
 from harness.processes import run_workers
-from harness.training import blobs, train_in
+from harness.training import ALONE, blobs, train_in
 from paceline.dist.world import World
 from paceline.records import PARTS
 from paceline.training import timing
 from paceline.training.timing import Clock, Timed, _own_parts, fill_up, split_steps
-
-ALONE = World(
-    rank=0,
-    local_rank=0,
-    node=0,
-    size=1,
-    local_size=1,
-    nodes=1,
-    device=torch.device("cpu"),
-    backend="gloo",
-    launcher="test",
-)
 
 
 def _timed(*laps: tuple[str, float], ready: float | None = None, end: float) -> Timed:
