@@ -25,8 +25,8 @@ test: setup  ## the whole suite; ARGS="tests/laws -k law4" for less
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/course tests/browser
-	$(BIN)/python -m pytest tests/laws tests/ranks tests/engines tests/gpu
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/laws tests/course tests/unit tests/browser
+	$(BIN)/python -m pytest tests/ranks tests/engines tests/gpu
 endif
 
 check: setup  ## lint, format, types, who imports whom

@@ -3,6 +3,7 @@
 import faulthandler
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,17 +16,20 @@ from typing import Any
 
 
 def run_workers(function: Callable[..., Any], n: int, *args: Any, timeout_s: float = 90) -> list[Any]:
-    """Call `function(world, *args)` in n spawned workers of one gloo world; returns every worker's result.
+    """Call `function(world, *args)` in n new workers of one gloo world; returns every worker's result.
 
     They meet in a file, not at a port, and use one thread each. The first failure ends the others and is raised here with its
-    traceback; a hang fails too, with every worker's stack on stderr.
+    traceback; a hang fails too, with every worker's stack on stderr. They are forked from a process that has done nothing but
+    import: a worker starts in a tenth of the time.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "paceline.training.run", "pytest"])
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(n):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_worker, args=(function, rank, n, f"{folder}/store", theirs, timeout_s, args))
+            settings = (rank, n, f"{folder}/store", dict(os.environ), timeout_s)
+            process = context.Process(target=_worker, args=(function, settings, theirs, args))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -68,7 +72,7 @@ def children(pid: int) -> dict[int, str]:
             command = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
         except OSError:
             continue
-        if "resource_tracker" not in command:  # multiprocessing's own, for the life of the test process
+        if not re.search("resource_tracker|forkserver", command):  # multiprocessing's own, for the life of the test process
             found[child] = command
         todo += parents.get(child, [])
     return found
@@ -101,8 +105,11 @@ def _collect(pipes: list[Connection], processes: list[Any], end: float) -> list[
 
 
 def _worker(
-    function: Callable[..., Any], rank: int, size: int, store: str, pipe: Connection, timeout_s: float, args: Any
+    function: Callable[..., Any], settings: tuple[int, int, str, dict[str, str], float], pipe: Connection, args: Any
 ) -> None:
+    rank, size, store, environ, timeout_s = settings
+    os.environ.clear()
+    os.environ.update(environ)
     faulthandler.dump_traceback_later(max(1, timeout_s - 5), exit=False)
     import torch
     import torch.distributed as dist

@@ -75,8 +75,15 @@ def _slots(runs: Sequence[Planned], per_device: int) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": device} for _ in range(per_device) for device in devices]
 
 
-def work(runs: Sequence[Planned], call: Call, teller: "_Teller | None" = None) -> None:
-    """Do the runs that nobody else does, one after the other; with a teller, until those of others have ended, too."""
+_PASSED_OVER = 75
+"""How a slot ends that left runs to others; were they to give one up, somebody would have to look again."""
+
+
+def work(runs: Sequence[Planned], call: Call, teller: "_Teller | None" = None) -> bool:
+    """Do the runs that nobody else does, one after the other; with a teller, until those of others have ended, too.
+
+    Returns whether it left any to others.
+    """
     while True:
         busy = False
         for run in runs:
@@ -89,7 +96,7 @@ def work(runs: Sequence[Planned], call: Call, teller: "_Teller | None" = None) -
             if mine and teller:
                 teller.tell()
         if not busy or not teller:
-            return
+            return busy
         teller.wait()
         time.sleep(1)
 
@@ -102,7 +109,7 @@ def _run_slots(runs: Sequence[Planned], call: Call, slots: Sequence[Mapping[str,
         shared = max(slots.count(env) for env in slots)
         about = {"folder": str(call.folder), "id": call.id, "per_device": shared}
         write_json(plan, {"call": about, "runs": [asdict(run) for run in runs]})
-        processes, waited = [_start_slot(plan, call.folder, number, env) for number, env in enumerate(slots)], False
+        processes = [_start_slot(plan, call.folder, number, env) for number, env in enumerate(slots)]
         try:
             with _ticking(teller):
                 while teller.left():
@@ -114,10 +121,9 @@ def _run_slots(runs: Sequence[Planned], call: Call, slots: Sequence[Mapping[str,
                     teller.tell()
                     if all(process.poll() is not None for process in processes):
                         if _claimed(teller.left(), call):
-                            waited = True
                             teller.wait()
-                        elif waited and teller.left():  # they went away without it
-                            waited, processes[0] = False, _start_slot(plan, call.folder, 0, slots[0])
+                        elif teller.left() and any(process.returncode == _PASSED_OVER for process in processes):
+                            processes = [_start_slot(plan, call.folder, 0, slots[0])]
                         else:
                             break
                     time.sleep(0.2)
@@ -185,8 +191,8 @@ def work_as_slot(plan: Path, parent: str) -> int:
     told = json.loads(plan.read_text())
     call = Call(**{**told["call"], "folder": Path(told["call"]["folder"])})
     with _sigterm_raises():
-        work([Planned(**each) for each in told["runs"]], call)
-    return 0
+        passed_over = work([Planned(**each) for each in told["runs"]], call)
+    return _PASSED_OVER if passed_over else 0
 
 
 @contextmanager

@@ -4,8 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -464,18 +464,24 @@ def test_a_run_that_another_process_has_is_left_to_it(trained, monkeypatch, caps
     assert capsys.readouterr().out.count("are being done by another process") == 1
 
 
-def test_slots_wait_for_a_run_that_another_process_has(trained):
-    """It goes away without having done it: a slot takes it then."""
+@pytest.mark.parametrize("when", ["the slots have passed it over", "the study waits for it"])
+def test_slots_take_what_another_process_gave_up(trained, when):
     plan = plan_runs(read_study(Path(write(TINY))))
     folder = Path("runs/study-tiny")
     (folder / ".claims").mkdir(parents=True)
     theirs = claim(Call(folder, "theirs"), plan[0])
     assert theirs.__enter__()
-    ends = threading.Timer(7, lambda: theirs.__exit__(None, None, None))
-    ends.start()
-    done = paceline("study", "tiny.toml", "--per-device", "2", env={"OMP_NUM_THREADS": "1"})
-    ends.join()
-    assert done.returncode == 0, done
+    options = [sys.executable, "-m", "paceline", "study", "tiny.toml", "--per-device", "2"]
+    with subprocess.Popen(options, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True) as study:
+        if when == "the study waits for it":
+            assert study.stdout
+            assert any("are being done by another process" in line for line in study.stdout)
+        else:
+            while len(list(folder.glob("*.run.json"))) < 2 and study.poll() is None:
+                time.sleep(0.01)
+        theirs.__exit__(None, None, None)
+        study.communicate(timeout=300)
+    assert study.returncode == 0
     assert [run["status"] for run in results()["runs"]] == ["done"] * 4
 
 
