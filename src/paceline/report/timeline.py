@@ -58,7 +58,7 @@ def view_timeline(found: Any, problems: list[str]) -> dict[str, Any] | None:
 def _span(event: Any) -> dict[str, Any] | None:
     if not isinstance(event, dict) or event.get("ph") != "X":
         return None
-    start, took, worker, lane = (number(event.get(name)) for name in ("ts", "dur", "pid", "tid"))
+    start, took, worker = (number(event.get(name)) for name in ("ts", "dur", "pid"))
     if start is None or took is None or took < 0 or worker is None:
         return None
     args = event.get("args")
@@ -68,7 +68,7 @@ def _span(event: Any) -> dict[str, Any] | None:
         "name": text(event.get("name"), 120),
         "kind": kind,
         "worker": int(worker),
-        "lane": 1 if lane == 1 or kind == "communication" else 0,
+        "lane": int(kind == "communication"),
         "start": start,
         "end": start + took,
         "step": number(args.get("step")),

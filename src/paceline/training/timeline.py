@@ -1,8 +1,8 @@
 """`paceline train --profile`: a timeline of a few steps over all workers, in Chrome's trace format, which Perfetto opens.
 
-One process a worker; in it what the worker computes (input, forward, backward, optimizer) and, on a second line, DDP's
-buckets: each from the moment its gradients are ready until they are averaged. What of that lies before the worker's last
-gradient is hidden behind the backward pass; the rest the step waits for: for slower workers until the last of them has its
+One process a worker; in it what the worker computes (input, forward, backward, optimizer) and, on a line each, because they
+overlap, DDP's buckets: from the moment their gradients are ready until they are averaged. What of that lies before the worker's
+last gradient is hidden behind the backward pass; the rest the step waits for: for slower workers until the last of them has its
 gradients, and then for communication. Steps that are replayed from a CUDA graph have no such inside; those of the timeline are
 launched one by one.
 """
@@ -16,7 +16,6 @@ from paceline.training.timing import PHASES, Timed
 WARM_UP, STEPS = 10, 5
 """Steps before the timeline begins, and in it: DDP lays its buckets out anew after the first step."""
 
-_LINES = ("computes", "averages")
 _MOST_NAMES = 1000
 
 
@@ -60,17 +59,20 @@ def make_timeline(workers: Sequence[Sequence[Mapping[str, Any]]], how: Mapping[s
     origin = min(step["spans"][0][1] for steps in workers for step in steps)
     events: list[dict[str, Any]] = []
     for rank, steps in enumerate(workers):
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"worker {rank}"}})
-        for line, name in enumerate(_LINES):
+        buckets = max(len(step["buckets"]) for step in steps)
+        lines = ["computes", *(f"bucket {number}" for number in range(buckets))]
+        ids = [line * len(workers) + rank for line in range(len(lines))]  # Perfetto makes one line of two with one id
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": ids[0], "args": {"name": f"worker {rank}"}})
+        for line, name in zip(ids, lines, strict=True):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": line, "args": {"name": name}})
         for number, step in enumerate(steps):
             latest = max(of_worker[number]["ready"] or 0.0 for of_worker in workers)
             for phase, begin, end in _cut(step, latest):
-                events.append(_event((phase, phase), (begin - origin, end - origin), (rank, 0), {"step": step["step"]}))
+                events.append(_event((phase, phase), (begin - origin, end - origin), (rank, ids[0]), {"step": step["step"]}))
             for number, bucket in enumerate(step["buckets"]):
                 about = {"step": step["step"], "bucket": number, "bytes": bucket["bytes"]}
                 when = bucket["ready"] - origin, bucket["averaged"] - origin
-                events.append(_event((f"all-reduce, bucket {number}", "communication"), when, (rank, 1), about))
+                events.append(_event((f"all-reduce, bucket {number}", "communication"), when, (rank, ids[1 + number]), about))
     first = workers[0]
     return {
         "displayTimeUnit": "ms",
@@ -103,13 +105,13 @@ def describe_timeline(about: Mapping[str, Any]) -> list[str]:
 def _event(
     name: tuple[str, str], when: tuple[float, float], where: tuple[int, int], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    begin, end = when
+    begin, end = (round(moment * 1e9) for moment in when)  # whole ns: where one ends the next may begin, and no ns earlier
     return {
         "ph": "X",
         "name": name[0],
         "cat": name[1],
-        "ts": round(begin * 1e6, 3),
-        "dur": round((end - begin) * 1e6, 3),
+        "ts": begin / 1e3,
+        "dur": (end - begin) / 1e3,
         "pid": where[0],
         "tid": where[1],
         "args": dict(about),
@@ -131,11 +133,14 @@ def _cut(step: Mapping[str, Any], latest: float) -> list[tuple[str, float, float
 
 
 def _describe_buckets(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each bucket: what it holds, how long after the backward pass began it is ready, how long it takes, how much is hidden."""
-    if not steps or not steps[0]["buckets"]:
-        return []
+    """Each bucket: what it holds, how long after the backward pass began it is ready, how long it takes, how much is hidden.
+
+    As DDP has laid them out in the last step; a first step, before it does, is left out.
+    """
+    layout = _layout(steps[-1])
+    steps = [step for step in steps if _layout(step) == layout]
     described = []
-    for number, like in enumerate(steps[0]["buckets"]):
+    for number, like in enumerate(steps[-1]["buckets"]):
         rows = []
         for step in steps:
             bucket, begin = step["buckets"][number], max(begin for phase, begin, _ in step["spans"] if phase == "backward")
@@ -146,6 +151,10 @@ def _describe_buckets(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         about = {"bucket": number, "bytes": like["bytes"], "parameters": like["parameters"]}
         described.append({**about, "ready_s": ready_s, "took_s": took_s, "hidden_s": hidden_s})
     return described
+
+
+def _layout(step: Mapping[str, Any]) -> list[list[str]]:
+    return [bucket["parameters"] for bucket in step["buckets"]]
 
 
 def _plain(timed: Timed, names: Mapping[Any, str]) -> dict[str, Any]:
