@@ -4,6 +4,7 @@ import argparse
 import difflib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -132,7 +133,9 @@ def _explain(error: Exception) -> int:
         return error.exit_code if isinstance(error, PacelineError) else 1
     prefix = f"paceline: worker {rank}: " if place and place.size > 1 else "paceline: "
     if isinstance(error, UsageError | Stopped) and rank != 0:
-        return error.exit_code  # it is the same for all workers; rank 0 says so
+        if isinstance(error, UsageError):
+            time.sleep(2)  # it is the same for all workers, and rank 0 says so unless a launcher ends it because we ended
+        return error.exit_code
     if known:
         print(f"{prefix}{error}", file=sys.stderr)
     elif is_lost_contact(error):
@@ -248,7 +251,10 @@ def _add_scale(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--windows", default=7, type=int, metavar="N", help="windows to measure at each number of workers [7]")
     parser.add_argument("--window-s", default=1.0, type=float, metavar="S", help="seconds a window takes [1]")
-    add_flags(parser)
+    from paceline.measure.scale import NOT_FOR_SCALE
+
+    hidden = dict.fromkeys(NOT_FOR_SCALE, argparse.SUPPRESS)
+    add_flags(parser, {**hidden, "workers": "how many workers to measure, such as 1,2,4 [1,2]; torchrun and the like say it"})
 
 
 def _add_pages(report: argparse.ArgumentParser, board: argparse.ArgumentParser) -> None:
@@ -269,7 +275,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--cluster", required=True, metavar="NAME", help="a preset, a TOML file, `here`, or `list` to see what there is"
     )
     parser.add_argument("--mode", default="weak", help="weak: fixed samples a worker; strong: fixed global batch [weak]")
-    parser.add_argument("--workers", default="", metavar="1,2,8", help="numbers of workers [1, 2, 4 ... 4096]")
+    parser.add_argument(
+        "--workers", default="", metavar="1,2,8", help="numbers of workers [1, 2, 4 ... 4096, or the cluster's]"
+    )
     parser.add_argument("--samples", type=int, metavar="N", help="samples a worker and step in weak scaling [as measured]")
     parser.add_argument("--target-steps", type=int, metavar="N", help="steps to the target at the record's global batch")
     parser.add_argument("--noise", default="", metavar="N", help="noise scale in samples, or a record that measured it")

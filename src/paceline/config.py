@@ -293,8 +293,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give the parser one flag a field. A flag that is not given leaves no attribute behind, so that recipes can fill it."""
+def add_flags(parser: argparse.ArgumentParser, says: Mapping[str, str] | None = None) -> None:
+    """Give the parser one flag a field. A flag that is not given leaves no attribute behind, so that recipes can fill it.
+
+    `says`: the help of fields that mean something else to this verb, or argparse.SUPPRESS.
+    """
     docs, kinds = _docs(), typing.get_type_hints(Config)
     heading = {first: title for title, first in SECTIONS.items()}
     group: Any = parser
@@ -304,6 +307,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         kind, text = kinds[field.name], docs[field.name].replace("%", "%%")
         if field.default not in (None, ""):
             text += f" [{field.default}]"
+        text = (says or {}).get(field.name, text)
         if kind is bool:
             group.add_argument(
                 flag(field.name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text, dest=field.name

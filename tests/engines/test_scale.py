@@ -41,6 +41,15 @@ def test_it_measures_each_count_and_says_what_to_do(runs: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [count["workers"] for count in _read(runs)["counts"]] == [1, 2, 3]
 
+    before = _read(runs)
+    done = paceline(*(each.replace("256", "64") for each in _SCALE), "--workers", "2")  # of another model
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "has measured model mlp:width=256, and this is mlp:width=64: choose another --name" in done.stderr
+    assert _read(runs) == before
+    done = run([*TORCHRUN, "--nproc-per-node", "2", "-m", "paceline", *_SCALE, "--workers", "3"])
+    assert done.returncode != 0
+    assert "--workers is 3, but torchrun has started 2: leave it out" in done.stderr
+
 
 def test_strong_scaling_keeps_the_step(runs: Path) -> None:
     done = paceline(*_SCALE, "--workers", "1,2", "--mode", "strong")

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -183,3 +184,28 @@ def test_a_timeline_has_every_worker_and_every_bucket() -> None:
         assert row["slowest"] in (0, 1)
         assert row["memory_bytes"] > 0
         assert row["gradient_bytes"] == nbytes
+
+
+def _profile_local(world: World) -> list[Any]:
+    plain = first_two(classify())
+
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        if world.rank == 1:
+            time.sleep(_DELAY_S)
+        values: dict[str, Tensor] = plain(model, batch)
+        return values
+
+    torch.set_num_threads(1)
+    task = blobs(objective=objective)
+    return train_in(world, task, {"profile": True, "local_steps": 2, "local_after": 0.0, "epochs": 1}).watcher.timelines
+
+
+def test_local_steps_wait_where_they_meet() -> None:
+    """Not in their backward passes, where DDP would average: the faster worker waits, and then both communicate."""
+    (timeline,), _ = run_workers(_profile_local, 2)
+    spent: dict[str, float] = defaultdict(float)
+    for event in timeline["traceEvents"]:
+        if event["ph"] == "X" and event["pid"] == 0:
+            spent[event["name"]] += event["dur"] / 1e6
+    assert spent["waiting"] > 0.8 * _DELAY_S * len(timeline["paceline"]["steps"])
+    assert spent["communication"] < 0.5 * spent["waiting"]

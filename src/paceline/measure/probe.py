@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.config import Config, check_options, flag, make_config
 from paceline.errors import UsageError
-from paceline.records import name_for
+from paceline.records import find_record, name_for
 from paceline.toml import read_recipe
 
 PARTS, EPOCHS = 4, 3
@@ -29,6 +29,8 @@ def find_or_train(target: str, options: Mapping[str, Any], recipe: str | None = 
             if given or recipe:
                 raise UsageError(f"{given[0] if given else '--recipe'} is for training: {path} is a record that is there")
             return path
+    if "/" in target and ":" not in target and not target.endswith(".py"):
+        find_record(target, str(runs_dir))  # no task is called so: it says which records there are
     return train_probe(target, {**read_recipe(recipe), **options} if recipe else options)
 
 

@@ -25,43 +25,77 @@ from paceline.toml import read_recipe
 
 FILE = "scale.json"
 _OWN = ("windows", "window_s", "mode")
-_NOT_FOR_SCALE = ("resume", "profile", "max_restarts", "min_workers", "target_accuracy", "max_steps", "tracker")
+_STEP = ("global_batch", "virtual_workers")
+NOT_FOR_SCALE = ("resume", "profile", "max_restarts", "min_workers", "target_accuracy", "max_steps", "tracker")
 
 
 def scale_verb(given: Mapping[str, Any]) -> int:
     """What the command line calls, with its flags: measure, show the table, say what to do."""
     options = dict(given)
     task, recipe = options.pop("task"), options.pop("recipe", None)
-    options = {**read_recipe(recipe), **options} if recipe else options
     how = {name: options.pop(name) for name in _OWN}
+    options = {**_of_recipe(read_recipe(recipe), how["mode"]), **options} if recipe else options
     counts = parse_counts(str(options.pop("workers", "")))
     _check(options, how)
     place = read_place()
     if place.launcher != "alone":
-        if len(counts) > 1:
-            raise UsageError(f"--workers {counts}: {place.launcher} has started {place.size}; leave --workers out")
-        from paceline.measure.windows import measure_here
-
-        measured = measure_here(task, _mode_options(options, how["mode"], place.size), how)
-        if place.rank == 0 and measured is not None:
-            folder = _folder(task, options)
-            _write(folder, task, how["mode"], measured)
-            if place.launcher != "paceline":
-                _show(folder)
-        return 0
+        return _measure_world(task, options, how, counts)
     counts = counts or [1, 2]
     options.setdefault("name", _name(task))
-    _check_folder(_folder(task, options), task, how["mode"])
+    folder = _folder(task, options)
+    found = _check_folder(folder, task, how["mode"])
     nodes = int(options.get("nodes", 1))
-    every = _mode_options(options, how["mode"], max(counts) * nodes)
-    # Every worker of every count gets the same threads, or one worker would have all cores to itself and nothing would scale.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(counts))))
+    every = _mode_options(options, how["mode"], max(counts) * nodes, found)
+    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(max(counts), found, folder)))
     for count in counts:
         print(f"measuring {count * nodes} worker(s) ...", flush=True)
-        _measure_there(task, {**every, "workers": count}, how)
+        try:
+            _measure_there(task, {**every, "workers": count}, how)
+        except KeyboardInterrupt:
+            if count != counts[0]:
+                print(f"what was measured before is in {folder}", flush=True)
+            raise
     if int(options.get("node_id", 0)) == 0:
-        _show(_folder(task, options))
+        _show(folder)
     return 0
+
+
+def _measure_world(task: str, options: Mapping[str, Any], how: Mapping[str, Any], counts: Sequence[int]) -> int:
+    """The number of workers that somebody has started, of whom this is one."""
+    from paceline.measure.windows import measure_here
+
+    place = read_place()
+    ours = place.launcher == "paceline"
+    if counts and list(counts) != [place.size] and not ours:
+        said = ",".join(map(str, counts))
+        raise UsageError(f"--workers is {said}, but {place.launcher} has started {place.size}: leave it out")
+    folder = _folder(task, options)
+    found = {} if ours else _check_folder(folder, task, how["mode"])
+    measured = measure_here(task, _mode_options(options, how["mode"], place.size, found), how)
+    if place.rank == 0 and measured is not None:
+        _write(folder, task, how["mode"], measured)
+        if not ours:
+            _show(folder)
+    return 0
+
+
+def _of_recipe(options: Mapping[str, Any], mode: str) -> dict[str, Any]:
+    """What of a recipe, which is made for training, is of use here."""
+    without = NOT_FOR_SCALE + (_STEP if mode == "weak" else ())
+    return {name: value for name, value in options.items() if name not in without}
+
+
+def _threads(most: int, found: Mapping[str, Any], folder: Path) -> int:
+    """Of every CPU worker of every count: one with all cores to itself would have nothing to scale to. A record that is gone on
+    with keeps those it has.
+    """
+    before = next((int(count["threads"]) for count in found.get("counts", []) if count.get("threads")), None)
+    if before is not None and most * before > cores() and before > 1:
+        raise UsageError(
+            f"{folder} measured workers of {before} threads each, too many for {most} workers on {cores()} cores:"
+            " measure all counts in one command, under another --name"
+        )
+    return before or max(1, cores() // most)
 
 
 def parse_counts(text: str) -> list[int]:
@@ -77,10 +111,10 @@ def parse_counts(text: str) -> list[int]:
 
 def _check(options: Mapping[str, Any], how: Mapping[str, Any]) -> None:
     """What can be wrong before anything is started."""
-    for name in _NOT_FOR_SCALE:
+    for name in NOT_FOR_SCALE:
         if name in options:
             raise UsageError(f"--{name.replace('_', '-')} is of no use to scale, which trains some windows of steps and stops")
-    if how["mode"] == "weak" and ({"global_batch", "virtual_workers"} & set(options)):
+    if how["mode"] == "weak" and (set(_STEP) & set(options)):
         raise UsageError(
             "--mode weak gives every worker --reference-batch samples, one part: use that flag, or --mode strong, which keeps"
             " --global-batch and --virtual-workers the same for every number of workers"
@@ -90,12 +124,14 @@ def _check(options: Mapping[str, Any], how: Mapping[str, Any]) -> None:
     make_config(dict(options))
 
 
-def _mode_options(options: Mapping[str, Any], mode: str, most: int) -> dict[str, Any]:
-    """The options of every count's run, of which the largest has so many workers."""
+def _mode_options(options: Mapping[str, Any], mode: str, most: int, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of each count's run; the largest has so many workers, a record that is gone on with its step."""
     if mode == "weak":
         return dict(options)
-    parts = int(options.get("virtual_workers") or most)
-    batch = options.get("global_batch") or int(options.get("reference_batch", Config.reference_batch)) * parts
+    before = found["counts"][0] if found.get("counts") else {}
+    parts = int(options.get("virtual_workers") or before.get("virtual_workers") or most)
+    reference = int(options.get("reference_batch", Config.reference_batch))
+    batch = options.get("global_batch") or before.get("global_batch") or reference * parts
     return {**options, "virtual_workers": parts, "global_batch": batch}
 
 
@@ -136,10 +172,24 @@ def _check_folder(folder: Path, task: str, mode: str) -> dict[str, Any]:
     return found
 
 
+def _check_alike(folder: Path, mode: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Two counts of one record must differ in workers alone: a UsageError says in what else they do."""
+    step = ("part_batch",) if mode == "weak" else _STEP
+    same = ("model", "parameters", "precision", "reduce", "optimizer", "accumulate", *step)
+    pairs = [(name, one["contract"].get(name), other["contract"].get(name)) for name in same]
+    pairs.append(("threads", one.get("threads"), other.get("threads")))
+    for name, before, now in pairs:
+        if before != now and before is not None:
+            what = name.replace("_", " ")
+            raise UsageError(f"{folder} has measured {what} {before}, and this is {now}: choose another --name")
+
+
 def _write(folder: Path, task: str, mode: str, measured: Mapping[str, Any]) -> None:
     """Put a count into the record, in the place of an earlier one of the same workers."""
     found = _check_folder(folder, task, mode)
     counts = [count for count in found.get("counts", []) if count["workers"] != measured["count"]["workers"]]
+    for count in counts:
+        _check_alike(folder, mode, count, measured["count"])
     counts = sorted([*counts, measured["count"]], key=lambda count: int(count["workers"]))
     first = counts[0]
     for count in counts:

@@ -139,6 +139,7 @@ def _describe(run: Run, split: Split, about: Mapping[str, Any], links: Sequence[
         "nodes": here.nodes,
         "virtual_workers": sampler.parts,
         "global_batch": sampler.global_batch,
+        "threads": torch.get_num_threads() if here.device.type == "cpu" else None,
         "contract": run.contract.as_dict(),
         **about,
         "step_s": float(split.step_s.mean()),

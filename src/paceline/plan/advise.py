@@ -1,15 +1,16 @@
 """`paceline advise`: from a run's noise scale, how many workers are worth it.
 
-The noise scale says at which global batch more samples a step stop to save steps (`noise.py`); a cluster, where one is given,
-says at which count more workers stop to save time (`target.py`). The smaller of both is the advice. Nothing here imports torch.
+The noise scale says at which global batch more samples a step stop to save steps (`noise.py`). With a cluster, the advice is
+the count at which more workers stop to save time (`target.py`), in which those steps are. Nothing here imports torch.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import RecordError
+from paceline.errors import RecordError, UsageError
 from paceline.plan.cluster import HERE
-from paceline.plan.fields import load, table_of, task_of, whole, words
+from paceline.plan.fields import load, own_flags, table_of, task_of, whole, words
 from paceline.plan.measured import Measured, read_measured
 from paceline.plan.noise import Noise, examples_ratio, read_noise, saved_by_doubling, steps_ratio
 from paceline.plan.plan import Plan, Request, check_number, make_plan
@@ -29,6 +30,8 @@ class Facts:
     """Of the run that was measured."""
     task: str
     """As a command line takes it."""
+    flags: str
+    """What else the same model needs there."""
     train_samples: int | None
     """What an epoch sees: no global batch is larger."""
     measured: Measured | None
@@ -36,9 +39,9 @@ class Facts:
     plan: Plan | None
 
     def workers(self, batch: float) -> int:
-        """The workers whose samples are this many at most; one at least, and no more than the training set has batches for."""
-        most = batch if self.train_samples is None else min(batch, self.train_samples)
-        return max(1, int(most / self.samples))
+        """The workers whose samples are about this many; one at least, and no more than the training set has batches for."""
+        most = math.inf if self.train_samples is None else self.train_samples // self.samples
+        return int(max(1, min(most, round(batch / self.samples))))
 
 
 def advise_verb(record: str, cluster: str = "", speed: float = 1.0, runs_dir: str = "runs") -> int:
@@ -56,6 +59,8 @@ def advise(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir: str
 def read_facts(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir: str = "runs") -> Facts:
     """The noise scale and what else of use a record holds; a RecordError where it measured none."""
     check_number("speed", speed)
+    if speed != 1 and not cluster:
+        raise UsageError("--speed says how fast a worker of a cluster is: it needs --cluster")
     path = record if record.exists() else Path(runs_dir) / record
     remedy = "train with --measure-noise --virtual-workers 8, or give paceline advise the TASK"
     try:
@@ -65,7 +70,7 @@ def read_facts(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir:
     noise = read_noise(rows)
     if noise is None:
         raise RecordError(f"{record} measured no noise scale: {remedy}")
-    task, samples, batch, train = _read_contract(path)
+    task, flags, samples, batch, train = _read_contract(path)
     measured = None
     try:
         measured = read_measured(path)
@@ -76,7 +81,16 @@ def read_facts(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir:
     plan = None
     if cluster:
         plan = make_plan(Request(record=str(path), cluster=cluster, speed=speed, samples=samples, runs_dir=runs_dir))
-    return Facts(noise=noise, samples=samples, global_batch=batch, task=task, train_samples=train, measured=measured, plan=plan)
+    return Facts(
+        noise=noise,
+        samples=samples,
+        global_batch=batch,
+        task=task,
+        flags=flags,
+        train_samples=train,
+        measured=measured,
+        plan=plan,
+    )
 
 
 def _say_noise(facts: Facts) -> list[str]:
@@ -90,12 +104,13 @@ def _say_noise(facts: Facts) -> list[str]:
         saved = saved_by_doubling(noise.scale, part)
         return [first, f"One worker's batch of {part:,} is already beyond it: a second worker saves {saved:.0%} of the steps."]
     below, at, beyond = (saved_by_doubling(noise.scale, share * noise.scale) for share in (0.25, 1, 4))
-    worth = int(noise.scale / part)
+    worth = facts.workers(noise.scale)
+    more = " (more would take more than the training set)" if _ends_early(facts) else ""
     return [
         first,
-        f"Up to a global batch of about {number_words(noise.scale)}, that is {count_words(worth)} of {part:,}, doubling the"
-        f" workers saves {at:.0%} of the steps or more ({below:.0%} at a quarter of it); at four times that batch {beyond:.0%},"
-        " and each example teaches a fifth of what it did.",
+        f"Up to a global batch of about {number_words(noise.scale)}, that is {count_words(worth)} of {part:,}{more}, doubling"
+        f" the workers saves {at:.0%} of the steps or more ({below:.0%} at a quarter of it); at four times that batch"
+        f" {beyond:.0%}, and each example teaches a fifth of what it did.",
     ]
 
 
@@ -146,19 +161,23 @@ def _say_hardware(facts: Facts) -> list[str]:
 def _say_next(facts: Facts) -> str:
     low, worth, high = (facts.workers(n) for n in (facts.noise.low, facts.noise.scale, facts.noise.high))
     width = f" ({low:,} to {high:,} by the noise scale's range)" if low < high else ""
-    stop = facts.plan.returns.stop_at if facts.plan is not None else None
-    if stop is not None and stop < worth:
-        worth, width = stop, ""
-    elif worth < int(facts.noise.scale / facts.samples):
+    if facts.plan is not None:
+        worth, width = facts.plan.returns.stop_at or facts.plan.returns.most, ""
+    elif _ends_early(facts):
         width = " (a step of more would take more than the training set)"
     said = f"Worth it: up to about {count_words(worth)}{width}."
-    if facts.noise.scale < facts.samples:
+    if worth < 2:
         return said
-    return f"{said} What they do to accuracy: paceline rehearse {facts.task} --workers {max(2, worth)}."
+    return f"{said} What they do to accuracy: paceline rehearse {facts.task}{facts.flags} --workers {worth}."
 
 
-def _read_contract(path: Path) -> tuple[str, int, int, int | None]:
-    """The task, what a worker would get, the global batch, and the training set's samples.
+def _ends_early(facts: Facts) -> bool:
+    """Whether the training set ends before the noise scale is reached."""
+    return facts.workers(facts.noise.scale) < round(facts.noise.scale / facts.samples)
+
+
+def _read_contract(path: Path) -> tuple[str, str, int, int, int | None]:
+    """The task, its flags, what a worker would get, the global batch, and the training set's samples.
 
     A worker gets a part, or the reference batch where parts are smaller: those are there to measure alone.
     """
@@ -168,6 +187,6 @@ def _read_contract(path: Path) -> tuple[str, int, int, int | None]:
         reference = whole({"reference_batch": 0, **contract}, "reference_batch", least=0)
         samples = max(whole(contract, "part_batch"), reference)
         train = whole(contract, "train_samples") if contract.get("train_samples") else None
-        return task_of(about), samples, whole(contract, "global_batch"), train
+        return task_of(about), own_flags(contract), samples, whole(contract, "global_batch"), train
     except (KeyError, ValueError) as error:
         raise RecordError(f"{path} does not say at which batch it trained: environment.json has {words(error)}") from None

@@ -7,7 +7,7 @@
     workers_per_node = 8
     cores_per_node = 96                  # CPU workers only: more workers than cores slow each other down
     link_cores = 96                      # cores that carry `intra`, where it is the node's own memory (gloo on one node)
-    trees = true                         # all-reduces may go by trees (NCCL); false: rings alone (gloo)
+    trees = true                         # between nodes all-reduces may go by trees (NCCL); false: rings alone (gloo)
     intra = {latency_us = 1.9, bandwidth_GBps = 450, efficiency = {typical = 0.8, low = 0.7, high = 1.0}}
     inter = {latency_us = 8.5, bandwidth_GBps = 400}      # of a whole node, one direction
     efficiency = {typical = 0.8, low = 0.6, high = 0.95}  # share of the line rate that all-reduces reach
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError, unknown
+from paceline.plan.fields import short
 from paceline.plan.links import Fit
 from paceline.toml import read_toml
 
@@ -33,6 +34,9 @@ LOOSE = 1.5
 
 HERE = "here"
 """The name of the machine a record was measured on."""
+
+ENDLESS = 1 << 30
+"""Workers a node where all are on one, however many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +88,8 @@ class Cluster:
     """Whether all nodes are one machine, whose `cores_per_node` cores all workers share (`--cores`)."""
     here: bool = False
     """Whether this is the machine the record was measured on, so that what was measured on it holds."""
+    off: float = 1.0
+    """The factor, either way, by which fitted links are typically off the all-reduces that were timed."""
 
     def nodes(self, workers: int) -> int:
         """How many nodes so many workers fill."""
@@ -96,6 +102,8 @@ class Cluster:
 
 def find_cluster(name: str) -> Cluster:
     """The preset of that name, or the cluster in a TOML file; a preset's bare name is the preset, whatever lies around."""
+    if not name.strip():
+        raise UsageError("--cluster is empty: give a preset's name, a TOML file or here (--cluster list shows what there is)")
     path, packaged = Path(name), presets()
     if name in packaged or (path.name == name and not path.suffix and not path.exists()):
         if name not in packaged:
@@ -121,7 +129,10 @@ def list_presets() -> str:
 def read_cluster(path: Path) -> Cluster:
     """A cluster from its TOML; a UsageError of one line where something is wrong with it."""
     what = f"cluster {path.stem if path.parent.name == 'clusters' else path}"
-    found = read_toml(path, what)
+    try:
+        found = read_toml(path, what)
+    except (ValueError, RecursionError):  # a number of thousands of digits, tables in tables without end
+        raise UsageError(f"{what} is not valid TOML: a number is too long, or its tables are too deep") from None
     _check_keys(found, _KEYS, what)
     for needed in ("name", "workers_per_node"):
         if needed not in found:
@@ -134,7 +145,7 @@ def read_cluster(path: Path) -> Cluster:
         raise UsageError(f"{what} has no {missing}: add its latency_us and bandwidth_GBps")
     price = found.get("price")
     return Cluster(
-        name=_text(found, "name", what),
+        name=_name(found, what),
         about=_text(found, "about", what),
         source=_text(found, "source", what),
         unverified=_text(found, "unverified", what),
@@ -156,18 +167,20 @@ def from_fit(
     `workers_per_node` None: all workers on one node, however many. Its cores carry the link within a node.
     """
     fits = [fit for fit in (intra, inter) if fit is not None]
-    timings, worst = sum(fit.timings for fit in fits), max(fit.residual for fit in fits)
+    timings, off = sum(fit.timings for fit in fits), math.exp(max(fit.residual for fit in fits))
+    worst = max(off, *(fit.worst for fit in fits))
     return Cluster(
         name=HERE,
         about="the machine as measured",
-        source=f"fitted to {timings} all-reduces of the record, which it meets within {worst:.0%}",
-        workers_per_node=workers_per_node or 1 << 30,
+        source=f"fitted to {timings} all-reduces of the record, typically off by a factor of {off:.2f}, at worst {worst:.2f}",
+        workers_per_node=workers_per_node or ENDLESS,
         cores_per_node=cores,
         trees=trees,
         intra=None if intra is None else _fitted(intra),
         inter=None if inter is None else _fitted(inter),
         link_cores=None if intra is None else cores,
         here=True,
+        off=off,
     )
 
 
@@ -184,12 +197,22 @@ _KEYS = {
     *("intra", "inter", "efficiency", "price"),
 }
 _MOST_EFFICIENT = 1.5  # above 1 where switches add up gradients; a percentage by mistake is far above
+_BOUNDS = {
+    "latency_us": (1e-3, 1e9),
+    "bandwidth_GBps": (1e-6, 1e6),
+    "per_worker_hour": (0.0, 1e9),
+    "workers_per_node": (1, 10**6),
+    "cores_per_node": (1, 10**6),
+    "link_cores": (1, 10**6),
+    **dict.fromkeys(("typical", "low", "high"), (1e-6, 1e6)),
+}
+"""What numbers of a file may be; beyond, something else was meant."""
 _WIRE_KEYS = {"latency_us", "bandwidth_GBps", "efficiency"}
 
 
 def _check_keys(found: Any, known: set[str], what: str) -> None:
     if not isinstance(found, Mapping):
-        raise UsageError(f"{what} is {found!r}: it must be a table with {', '.join(sorted(known))}")
+        raise UsageError(f"{what} is {short(found)}: it must be a table with {', '.join(sorted(known))}")
     for key in found:
         if key not in known:
             raise UsageError(f"{what}: {unknown('key', key, known)}")
@@ -212,6 +235,8 @@ def _wire(found: Any, default: Range, what: str) -> Wire:
 def _range(found: Any, what: str) -> Range:
     if isinstance(found, int | float):
         found = {"typical": found}
+    if not isinstance(found, Mapping):
+        raise UsageError(f"{what} is {short(found)}: it must be a number such as 0.8, or a table with typical, low and high")
     _check_keys(found, {"typical", "low", "high"}, what)
     if "typical" not in found:
         raise UsageError(f"{what} has no typical: add it")
@@ -228,14 +253,18 @@ def _price(found: Any, what: str) -> Price:
     _check_keys(found, {field.name for field in dataclasses.fields(Price)}, what)
     if "per_worker_hour" not in found:
         raise UsageError(f"{what} has no per_worker_hour: add it")
-    texts = {key: str(found[key]) for key in ("currency", "source", "date") if key in found}
+    texts = {key: str(found[key]) for key in ("source", "date") if key in found}
+    if "currency" in found:
+        texts["currency"] = _text(found, "currency", what)
     return Price(per_worker_hour=_number(found, "per_worker_hour", what), **texts)
 
 
 def _number(found: Mapping[str, Any], key: str, what: str, *, whole: bool = False) -> float:
-    value = found[key]
+    value, (low, high) = found[key], _BOUNDS[key]
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < math.inf:
-        raise UsageError(f"{what}: {key} is {value!r}: it must be a {'whole number' if whole else 'number'} above 0")
+        raise UsageError(f"{what}: {key} is {short(value)}: it must be a {'whole number' if whole else 'number'} above 0")
+    if not low <= value <= high:
+        raise UsageError(f"{what}: {key} is {short(value)}: it must be {f'{low:g} to' if low else 'at most'} {high:g}")
     return float(value)
 
 
@@ -246,14 +275,21 @@ def _count(found: Mapping[str, Any], key: str, what: str) -> int | None:
 def _flag(found: Mapping[str, Any], key: str, what: str, *, default: bool) -> bool:
     value = found.get(key, default)
     if not isinstance(value, bool):
-        raise UsageError(f"{what}: {key} is {value!r}: it must be true or false")
+        raise UsageError(f"{what}: {key} is {short(value)}: it must be true or false")
     return value
 
 
 def _text(found: Mapping[str, Any], key: str, what: str) -> str:
     value = found.get(key, "")
     if not isinstance(value, str):
-        raise UsageError(f"{what}: {key} is {value!r}: it must be text in quotes")
+        raise UsageError(f"{what}: {key} is {short(value)}: it must be text in quotes")
+    return value
+
+
+def _name(found: Mapping[str, Any], what: str) -> str:
+    value = _text(found, "name", what).strip()
+    if not value or not value.isprintable():
+        raise UsageError(f"{what}: name is {short(value)}: it must be one line of text, such as mine")
     return value
 
 

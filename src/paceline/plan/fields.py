@@ -1,13 +1,15 @@
 """Fields of records, checked: a record may be cut short, edited or somebody else's, and what is wrong with it is one line."""
 
 import json
-import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecordError
+from paceline.models import names
+
+_MOST = 1e18  # of seconds, bytes or samples a second: what is above is no measurement
 
 
 class Odd(ValueError):
@@ -33,7 +35,7 @@ def table_of(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise Odd(f"{name} is {_short(value)}: it must be a table")
+        raise Odd(f"{name} is {short(value)}: it must be a table")
     return value
 
 
@@ -41,16 +43,16 @@ def whole(found: Mapping[str, Any], name: str, *, least: int = 1) -> int:
     """A field that is a whole number, `least` or above; a KeyError where there is none."""
     value = found[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or not least <= value < 2**62:
-        raise Odd(f"{name} is {_short(value)}: it must be a whole number, {least} or above")
+        raise Odd(f"{name} is {short(value)}: it must be a whole number, {least} or above")
     return int(value)
 
 
 def number(found: Mapping[str, Any], name: str, *, above: bool = False) -> float:
     """A field that is a number, not below 0, or above it; a KeyError where there is none. Records write nan and inf as text."""
     value = found[name]
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST
     if not good or (above and value == 0):
-        raise Odd(f"{name} is {_short(value)}: it must be a number{' above 0' if above else ', 0 or above'}")
+        raise Odd(f"{name} is {short(value)}: it must be a number{' above 0' if above else ', 0 or above'}")
     return float(value)
 
 
@@ -69,6 +71,25 @@ def task_of(about: Mapping[str, Any]) -> str:
     return shlex.quote(task)
 
 
-def _short(value: Any) -> str:
-    text = "a table or a list" if isinstance(value, Mapping | list) else repr(value)
+def own_flags(contract: Any) -> str:
+    """What a command line needs to train the same model again, after a space: ` --model resnet`; empty where TASK says it all.
+
+    A contract names the model that `--model` built, or the class of one that the task brings: that one needs no flag.
+    """
+    model = contract.get("model") if isinstance(contract, Mapping) else None
+    if not isinstance(model, str) or model == _DEFAULT_MODEL:
+        return ""
+    known = model.partition(":")[0].strip().replace("-", "_") in names()
+    return f" --model {shlex.quote(model)}" if known else ""
+
+
+_DEFAULT_MODEL = "cnn"  # of the built-in tasks
+
+
+def short(value: Any) -> str:
+    """A value as an error shows it, cut where it is long."""
+    try:
+        text = "a table or a list" if isinstance(value, Mapping | list) else repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        text = "a number of thousands of digits"
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -28,7 +28,7 @@ def make_here(measured: Measured) -> Cluster:
         except ValueError:
             raise RecordError(
                 f"{measured.record} timed no all-reduces between its nodes, so --cluster here is not known: measure a count on"
-                f" two nodes (paceline scale {measured.task} --nodes 2)"
+                f" two nodes (paceline scale {measured.task}{measured.flags} --nodes 2)"
             ) from None
     return from_fit(intra, inter, workers_per_node=on_node, cores=measured.cores, trees=trees)
 
@@ -57,7 +57,7 @@ def _try_fit(measured: Measured, near: list[float]) -> Fit | None:
 
 
 def _missing(measured: Measured, on_node: int | None) -> str:
-    command = f"paceline scale {measured.task}"
+    command = f"paceline scale {measured.task}{measured.flags}"
     if on_node is None:
         return (
             f"{measured.record} timed no all-reduces by themselves, so --cluster here is not known: measure with {command}"

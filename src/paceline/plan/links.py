@@ -3,14 +3,18 @@
 With n workers, `bytes` of gradients, latency a a message and bandwidth w in each direction:
 
     ring   2 (n - 1) a  +  2 (n - 1) / n  bytes / w          (Patarasuk and Yuan 2009, J. Parallel Distrib. Comput. 69)
-    tree   2 log2(n) a  +  2 bytes / w                       (double binary trees: Sanders et al. 2009; NCCL since 2.4)
+    tree   2 ceil(log2 n) a  +  2 bytes / w                  (double binary trees: Sanders et al. 2009; NCCL since 2.4)
 
-A ring moves the fewest bytes; its latency grows with n, a tree's with log2(n). NCCL estimates both like this and takes the
-faster (src/graph/tuning.cc), and so does `all_reduce_s` where a cluster has trees; gloo has the ring alone. Several nodes of g
-workers go in three phases, as NCCL's own algorithms do: each node's workers add up shares of the gradients over their fast link
-(reduce-scatter, half a ring), the m nodes reduce over the network, which a node's workers share, and the shares are gathered:
+A ring moves the fewest bytes; its latency grows with n, a tree's with log2(n). Trees are between nodes only: within one, NCCL's
+tree is a chain, which takes a ring's 2 (n - 1) latencies and moves more. Several nodes of g workers go in three phases: each
+node's workers add up shares of the gradients over their fast link (reduce-scatter, half a ring), the m nodes reduce over the
+network, which a node's workers share, by ring or by tree, whichever is faster, and the shares are gathered:
 
     2 (g - 1) a_in + 2 (g - 1) / g bytes / w_in  +  ring or tree over m nodes with a_out, w_out
+
+gloo has the ring alone. NCCL's own estimate (src/graph/tuning.cc) of a tree's latency is this one's, 2 ((g - 1) a_in + log2(m)
+a_out), log2 rounded down; its ring is one of all P = g m workers, 2 ((P - m) a_in + (m - 1) a_out). The base latency of a few
+microseconds that it adds to both is left out here.
 
 Numbers are numpy arrays with one value a draw (`draws.py`), so that one call gives a prediction and its error bars.
 """
@@ -60,6 +64,8 @@ class Fit:
     bandwidth_spread: float
     residual: float
     """How far the timings lie from the fit: root mean square of the difference of logarithms, weighted as in the fit."""
+    worst: float
+    """The factor, either way, by which no timing is off the fit by more."""
     timings: int
 
     @property
@@ -141,7 +147,8 @@ def _fit(timings: Sequence[Timing], terms: list[list[float]], fixed: list[float]
         scaled = rows * (weights / scale)[:, None]
         found = _not_negative(scaled, (seconds - offset) * weights / scale)
         scale = np.sqrt((rows @ found + offset) * seconds)
-    errors = weights * np.log((rows @ found + offset) / seconds)
+    logs = np.log((rows @ found + offset) / seconds)
+    errors = weights * logs
     residual = math.sqrt(float(np.mean(errors**2)))
     noise = float(errors @ errors) / max(1, len(kept) - 2)
     spread = np.sqrt(noise * np.diag(np.linalg.pinv(scaled.T @ scaled)))
@@ -152,6 +159,7 @@ def _fit(timings: Sequence[Timing], terms: list[list[float]], fixed: list[float]
         latency_spread=relative[0],
         bandwidth_spread=relative[1],
         residual=residual,
+        worst=math.exp(float(np.max(np.abs(logs)))),
         timings=len(kept),
     )
 

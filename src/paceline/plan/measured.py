@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.errors import RecordError
 from paceline.measure.spread import deviation, mean, median
-from paceline.plan.fields import Odd, load, number, table_of, task_of, whole, words
+from paceline.plan.fields import Odd, load, number, own_flags, table_of, task_of, whole, words
 from paceline.plan.lag import expected_lag
 from paceline.plan.links import Timing
 from paceline.plan.noise import Noise, read_noise
@@ -94,6 +94,8 @@ class Measured:
     run: Run | None
     noise: Noise | None
     assumed: tuple[str, ...]
+    flags: str = ""
+    """What a command line needs after TASK to train the same model (`own_flags`)."""
 
     @property
     def base(self) -> Point:
@@ -138,7 +140,7 @@ def _read_scale(path: Path) -> Measured:
         buckets = _scale_buckets(counts)
         cores, run = _cores(contract, table_of(found, "environment")), _planned_run(contract)
     except _BROKEN as error:
-        again = f"paceline scale {task_of(found)} --workers 1,2"
+        again = f"paceline scale {task_of(found)}{own_flags(_first_contract(found))} --workers 1,2"
         raise RecordError(f"{path}/scale.json is incomplete ({words(error)}): measure again with {again}") from None
     assumed: list[str] = []
     timed = {(each.workers, each.bytes) for each in links}
@@ -161,7 +163,15 @@ def _read_scale(path: Path) -> Measured:
         run=run,
         noise=None,
         assumed=tuple(assumed),
+        flags=own_flags(contract),
     )
+
+
+def _first_contract(found: Mapping[str, Any]) -> Any:
+    """The first contract of a scale.json that may be broken; None where it has none."""
+    counts = found.get("counts")
+    listed = [each.get("contract") for each in counts if isinstance(each, Mapping)] if isinstance(counts, list) else []
+    return next((each for each in listed if each), None)
 
 
 _BROKEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, OverflowError)
@@ -218,7 +228,8 @@ def _scale_buckets(counts: Sequence[Mapping[str, Any]]) -> tuple[Bucket, ...]:
 
 def _read_training(path: Path) -> Measured:
     about = load(path / "environment.json")
-    remedy = f"measure with paceline scale {task_of(about)} --workers 1,2"
+    flags = own_flags(about.get("contract"))
+    remedy = f"measure with paceline scale {task_of(about)}{flags} --workers 1,2"
     try:
         contract = table_of(about, "contract")
         workers, batch, nodes = (whole({"nodes": 1, **contract}, name) for name in ("workers", "global_batch", "nodes"))
@@ -263,6 +274,7 @@ def _read_training(path: Path) -> Measured:
         run=run,
         noise=read_noise(rows),
         assumed=tuple(assumed),
+        flags=flags,
     )
 
 

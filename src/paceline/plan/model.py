@@ -6,9 +6,10 @@
   between the measured counts and constant beyond the last; elsewhere likewise, by workers a node. CPU workers that outnumber a
   node's cores (`--cores`: one machine's, whatever the nodes) share them fairly: w workers on c cores take w / c times as long,
   and so does what cores carry (gloo within a node). `speed` divides a worker's own time.
-- **Weak scaling** keeps the samples a worker, **strong scaling** the global batch. With other samples a worker than measured,
-  input is proportional to them, optimizer and other are fixed, compute is a line through the measured counts where those had
-  different samples a worker (its height at 0 is the floor), else proportional.
+- **Weak scaling** keeps the samples a worker, **strong scaling** the global batch: the slowest worker has ceil(batch / P). With
+  other samples a worker than measured, input is proportional to them, optimizer and other are fixed, compute is a line through
+  the measured counts where those had different samples a worker (its height at 0 is the floor), else proportional. What sharing
+  cores cost those counts is taken out of them first: the prediction puts its own back in.
 - **exposed(P)**: DDP's buckets one after the other. Bucket i starts when its gradients are there (measured, as a fraction of
   the backward pass) and the one before is done, and takes an all-reduce (`links.py`); exposed is what ends after the backward
   pass (Li et al. 2020, arXiv:2006.15704, section 3.2).
@@ -17,6 +18,7 @@
 - **waiting(P)** is E[max of P normals] times the deviation of a worker's compute (`lag.py`).
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,7 +27,7 @@ import numpy as np
 from paceline.plan.cluster import Cluster
 from paceline.plan.draws import Draws
 from paceline.plan.lag import expected_lag
-from paceline.plan.links import Array, crowd, faster_s
+from paceline.plan.links import Array, crowd, faster_s, ring_s
 from paceline.plan.measured import Measured, Point
 
 Mode = Literal["weak", "strong"]
@@ -77,7 +79,7 @@ class Model:
         """The step of so many workers."""
         base = self.measured.base
         batch = (self.samples or base.samples) * workers if self.mode == "weak" else float(base.global_batch)
-        own = self._own(workers, batch / workers)
+        own = self._own(workers, batch / workers if self.mode == "weak" else math.ceil(batch / workers))
         durations = [self._reduce(workers, bucket.bytes) for bucket in self.measured.buckets]
         backward = own.pop("backward")
         exposed = expose([bucket.ready for bucket in self.measured.buckets], durations, backward)
@@ -94,10 +96,12 @@ class Model:
 
     def crowding(self, workers: int) -> float:
         """How much slower workers are for taking turns on cores than those whose measured step is the prediction's basis."""
-        known = self._together(self.measured.base)
-        if self._as_measured():
-            known = min(self._key(workers), max(self._together(point) for point in self.measured.alike()))
-        return crowd(self._sharing(workers), self._slots()) / crowd(self._sharing(known), self.measured.slots)
+        there = crowd(self._sharing(workers), self._slots())
+        if not self._as_measured():
+            return there / self._crowded(self.measured.base)
+        known = sorted(self._together(point) for point in self.measured.alike())
+        nearest = min(max(self._key(workers), known[0]), known[-1])
+        return there / crowd(self._sharing(nearest) if self.cluster.here else nearest, self.measured.slots)
 
     def interference_at_limit(self) -> bool:
         """Whether all-reduces in training were further from those by themselves than the model allows for."""
@@ -128,6 +132,11 @@ class Model:
         """The same of a count that was measured."""
         return point.workers if self.cluster.here or self.cluster.one_machine else -(-point.workers // point.nodes)
 
+    def _crowded(self, point: Point) -> float:
+        """How many times as long the workers of a count took for taking turns on cores when they were measured."""
+        sharing = point.workers if self.cluster.one_machine else math.ceil(point.workers / point.nodes)
+        return crowd(sharing, self.measured.slots)
+
     def _at(self, key: int) -> dict[str, float]:
         """Between the measured counts, by workers (here) or by workers a node (elsewhere)."""
         points: dict[int, Point] = {}
@@ -140,9 +149,11 @@ class Model:
     def _at_samples(self, samples: float) -> dict[str, float]:
         """With so many samples a worker."""
         base = self.measured.base
-        points = [(point.samples, point.parts_s["compute"]) for point in self.measured.points]
-        compute = base.parts_s["compute"] * _line(points, samples) / _line(points, base.samples)
-        share = samples / base.samples
+        most = math.ceil(base.samples)
+        alone = [point.parts_s["compute"] / self._crowded(point) for point in self.measured.points]
+        points = [(float(math.ceil(point.samples)), s) for point, s in zip(self.measured.points, alone, strict=True)]
+        compute = base.parts_s["compute"] * _line(points, samples) / _line(points, most)
+        share = samples / most
         return {
             "input": base.parts_s["input"] * share,
             "compute": compute,
@@ -191,8 +202,7 @@ def all_reduce_s(cluster: Cluster, draws: Draws, workers: int, size: float) -> A
     nodes, on_node = cluster.nodes(workers), min(workers, cluster.workers_per_node)
     total = np.zeros_like(draws.slowness)
     if on_node > 1 and draws.intra is not None:
-        trees = cluster.trees and nodes == 1
-        total = total + faster_s(draws.intra, on_node, size, trees=trees) * crowd(on_node, cluster.link_cores)
+        total = total + ring_s(draws.intra, on_node, size) * crowd(on_node, cluster.link_cores)
     if nodes > 1 and draws.inter is not None:
         total = total + faster_s(draws.inter, nodes, size, trees=cluster.trees)
     return total

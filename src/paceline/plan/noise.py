@@ -14,6 +14,9 @@ from typing import Any
 
 from paceline.measure.spread import median
 
+MOST_NOISE = 1e12
+"""Samples beyond which a noise scale is as good as endless."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
@@ -33,7 +36,8 @@ def read_noise(rows: Sequence[Mapping[str, Any]]) -> Noise | None:
     most of the steps are worth saving. Epoch rows repeat the step rows' last value: used only where there are no others.
     """
     for kind in ("step", "epoch"):
-        values = [row["noise_scale"] for row in rows if row.get("kind") == kind and _usable(row.get("noise_scale"))]
+        found = [row["noise_scale"] for row in rows if row.get("kind") == kind and _usable(row.get("noise_scale"))]
+        values = [float(min(each, MOST_NOISE)) for each in found]
         if values:
             return _middle(values[len(values) // 2 :])
     return None
@@ -60,7 +64,7 @@ def saved_by_doubling(noise: float, batch: float) -> float:
 
 
 def _usable(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _middle(values: Sequence[float]) -> Noise:

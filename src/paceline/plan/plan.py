@@ -12,18 +12,32 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.plan.cluster import HERE, Cluster, find_cluster, list_presets
+from paceline.plan.cluster import ENDLESS, HERE, Cluster, find_cluster, list_presets
 from paceline.plan.draws import bars, draw
+from paceline.plan.fields import short
 from paceline.plan.here import make_here
 from paceline.plan.measured import Measured, Run, read_measured
 from paceline.plan.model import Mode, Model, make_model
-from paceline.plan.noise import Noise, given_noise, read_noise
-from paceline.plan.target import Returns, data_limit, doublings, find_returns, place_limit, price_of, steps_needed, time_s
-from paceline.plan.words import BARS, count_words, lay_out, money_words, number_words, range_words, returns_words, time_words
+from paceline.plan.noise import MOST_NOISE, Noise, given_noise, read_noise
+from paceline.plan.target import Returns, counts_up_to, data_limit, find_returns, place_limit, price_of, steps_needed, time_s
+from paceline.plan.words import (
+    BARS,
+    count_words,
+    lay_out,
+    list_words,
+    money_words,
+    number_words,
+    range_words,
+    returns_words,
+    time_words,
+)
 from paceline.records import find_record, read_metrics
 
 MOST_ASKED = 1_000_000
 """Workers that may be asked for."""
+
+_FAR_OFF = 2.0
+"""Fitted links that are typically off by more are said to be."""
 
 _BOUNDS = {"speed": (1e-6, 1e6), "price": (0.0, 1e9), "target-steps": (0, 10**12), "samples": (0, 10**9)}
 """What flags with numbers may be: above the first, up to the second."""
@@ -39,7 +53,7 @@ class Request:
     """A preset's name, a TOML file, `here` or `list`."""
     mode: Mode = "weak"
     workers: str = ""
-    """Counts, 1,2,8; empty: 1, 2, 4, ... 4096."""
+    """Counts, 1,2,8; empty: 1, 2, 4, ... 4096, or as many as there are places for (`here`: 64)."""
     target_steps: int | None = None
     """Steps to the target at the record's global batch, instead of those of its run."""
     noise: str = ""
@@ -62,6 +76,11 @@ class Request:
         check_number("speed", self.speed)
         for name, value in {"price": self.price, "target-steps": self.target_steps, "samples": self.samples}.items():
             check_number(name, value)
+        if self.samples is not None and self.mode == "strong":
+            raise UsageError(
+                f"--samples is {self.samples:,}, but --mode strong shares out the record's global batch: leave --samples out,"
+                " or use --mode weak"
+            )
         if self.cores not in ("", "none") and not (
             self.cores.isascii() and self.cores.isdigit() and 0 < int(self.cores[:9]) < 10**6
         ):
@@ -99,9 +118,10 @@ def check_number(name: str, value: float | None) -> None:
     low, high = _BOUNDS[name]
     if value is None or (value > 0 and low <= value <= high):
         return
+    said = short(value) if isinstance(value, int) and abs(value) > 10**15 else f"{value:g}"
     if not 0 < value < math.inf:
-        raise UsageError(f"--{name} is {value:g}: it must be a number above 0")
-    raise UsageError(f"--{name} is {value:g}: it must be {f'{low:g} to' if low else 'at most'} {high:g}")
+        raise UsageError(f"--{name} is {said}: it must be a number above 0")
+    raise UsageError(f"--{name} is {said}: it must be {f'{low:g} to' if low else 'at most'} {high:g}")
 
 
 def make_plan(request: Request) -> Plan:
@@ -109,6 +129,7 @@ def make_plan(request: Request) -> Plan:
     measured = read_measured(find_record(request.record, request.runs_dir))
     if request.target_steps:
         measured = replace(measured, run=_to_target(measured, request.target_steps))
+    _check_samples(request.samples, measured)
     noise = find_noise(request.noise, request.runs_dir) if request.noise else measured.noise
     measured, cluster = make_cluster(request.cluster, measured, request.cores)
     draws = draw(measured, cluster, noise)
@@ -129,7 +150,9 @@ def find_noise(text: str, runs_dir: str) -> Noise:
         except UsageError as error:
             raise UsageError(f"--noise is neither a number of samples nor a record that measured it: {error}") from None
     if not 0 < scale < math.inf:
-        raise UsageError(f"--noise is {text}: it must be a number of samples above 0, or a record")
+        raise UsageError(f"--noise is {scale:g}: it must be a number of samples above 0, or a record")
+    if scale > MOST_NOISE:
+        raise UsageError(f"--noise is {scale:g}: it must be at most {MOST_NOISE:g} samples")
     return given_noise(scale)
 
 
@@ -152,20 +175,23 @@ def make_cluster(name: str, measured: Measured, cores: str = "") -> tuple[Measur
 
 
 def parse_counts(text: str, model: Model) -> list[int]:
-    """`--workers 1,2,8` as numbers; all doublings where it is empty."""
+    """`--workers 1,2,8` as numbers; all doublings, and the most there are places for, where it is empty."""
     if not text:
-        return doublings(place_limit(model))
+        return counts_up_to(place_limit(model))
     try:
         counts = sorted({int(each) for each in text.split(",")})
     except ValueError:
         counts = [0]
     if counts[0] < 1:
-        raise UsageError(f"--workers is {text!r}: it must be counts above 0 such as 1,2,8")
+        raise UsageError(f"--workers is {short(text)}: it must be counts above 0 such as 1,2,8")
     if counts[-1] > MOST_ASKED:
         raise UsageError(f"--workers asks for more than {MOST_ASKED:,}: that is the most that is predicted")
     limit = model.cluster.most_workers()
     if limit and counts[-1] > limit:
-        raise UsageError(f"--workers asks for {counts[-1]}: {model.cluster.name} is one node of {limit}; give it an inter link")
+        raise UsageError(
+            f"--workers asks for {counts[-1]}: {model.cluster.name} is one node of {limit}; take a cluster with a network"
+            " (--cluster list), or give it an inter link"
+        )
     batch = model.measured.base.global_batch
     if model.mode == "strong" and counts[-1] > batch:
         raise UsageError(f"--workers asks for {counts[-1]}: a fixed global batch of {batch} has no more samples to give")
@@ -201,12 +227,17 @@ def make_row(model: Model, workers: int, price: tuple[float, str] | None) -> dic
 def introduce(plan: Plan) -> list[str]:
     """What the prediction starts from and what it assumes."""
     measured, cluster = plan.model.measured, plan.model.cluster
-    counts = " and ".join(str(point.workers) for point in measured.points)
+    counts = list_words([f"{point.workers:,}" for point in measured.points])
+    counts += " worker" if counts == "1" else " workers"
+    buckets = f"{len(measured.buckets)} bucket{'s' * (len(measured.buckets) != 1)}"
+    about = f"{cluster.name}, {cluster.about}" if cluster.about else cluster.name
     lines = [
-        f"measured: {measured.task} with {counts} worker(s), {number_words(measured.base.samples)} {measured.unit} a worker and"
-        f" step, {measured.gradient_bytes:,} bytes of gradients in {len(measured.buckets)} bucket(s) ({measured.record})",
-        f"cluster: {cluster.name}, {cluster.about}{'; ' + cluster.source if cluster.here else ''}",
+        f"measured: {measured.task} with {counts}, {number_words(measured.base.samples)} {measured.unit} a worker and"
+        f" step, {measured.gradient_bytes:,} bytes of gradients in {buckets} ({measured.record})",
+        f"cluster: {about}{'; ' + cluster.source if cluster.here else ''}",
     ]
+    if cluster.off > _FAR_OFF:
+        lines.append("warning: the link is not well described by latency and bandwidth: trust predictions less")
     if cluster.unverified or not (cluster.source or cluster.here):
         lines.append(f"unverified: {cluster.unverified or 'all of it, its file names no source'}")
     fixed = "fixed samples a worker" if plan.model.mode == "weak" else "fixed global batch"
@@ -239,19 +270,19 @@ def conclude(plan: Plan) -> list[str]:
     lines = [returns_words(returns, plan.model.cluster, "time"), *_say_data(plan)]
     if run is None:
         lines.append("The record does not say how long a run is, so there is no time to a target: give --target-steps.")
-    elif noise is None and plan.model.mode == "weak":
+    elif plan.model.mode == "strong":
+        lines.append(f"Time is for {run.about}: a fixed global batch takes the same steps on any number of workers.")
+    elif noise is None:
         lines.append(
             f"Time is for the same epochs as {run.about}. What accuracy such batches reach is not known: paceline rehearse"
             f" measures it, paceline advise the noise scale (--noise)."
         )
-    elif noise is not None:
+    else:
         width = f" ({range_words(noise.low, noise.high)})" if noise.rows else ""
         lines.append(
-            f"Time is to where {run.about} came to; steps follow from the noise scale of {number_words(noise.scale)}"
+            f"Time is for as much progress as in {run.about}; steps follow from the noise scale of {number_words(noise.scale)}"
             f" samples{width}, with a learning rate set well at each batch (paceline rehearse)."
         )
-    else:
-        lines.append(f"Time is for {run.about}: a fixed global batch takes the same steps on any number of workers.")
     if plan.model.interference is not None:
         factor = float(plan.model.interference[0])
         said = f"In training, all-reduces here take {factor:.2f} times what they take by themselves"
@@ -264,7 +295,9 @@ def conclude(plan: Plan) -> list[str]:
 def write_json(plan: Plan, path: Path) -> None:
     """Write everything as JSON."""
     try:
-        path.write_text(json.dumps(as_json(plan), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(as_json(plan), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except ValueError:
+        raise UsageError(f"cannot write --json {path}: a prediction is no finite number; look at the table for which") from None
     except OSError as error:
         raise UsageError(f"cannot write --json {path}: {error.strerror}") from None
 
@@ -278,12 +311,25 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "task": measured.task,
         "unit": measured.unit,
         "measured": {**asdict(measured), "noise": asdict(plan.noise) if plan.noise else None},
-        "cluster": asdict(model.cluster),
+        "cluster": _cluster_json(model.cluster),
         "interference": None if model.interference is None else float(model.interference[0]),
         "rows": list(plan.rows),
-        "returns": asdict(plan.returns),
+        "returns": {**asdict(plan.returns), "most": plan.returns.most},
         "sentences": conclude(plan),
     }
+
+
+def _cluster_json(cluster: Cluster) -> dict[str, Any]:
+    """The cluster; `workers_per_node` is null where a node holds any number."""
+    places = None if cluster.workers_per_node >= ENDLESS else cluster.workers_per_node
+    return {**asdict(cluster), "workers_per_node": places}
+
+
+def _check_samples(samples: int | None, measured: Measured) -> None:
+    """Refuse a worker's samples that are more than there are to train on."""
+    most = measured.run.train_samples if measured.run else None
+    if samples is not None and most is not None and samples > most:
+        raise UsageError(f"--samples is {samples:,}: the training set has {most:,} {measured.unit}; give {most:,} at most")
 
 
 def _to_target(measured: Measured, steps: int) -> Run:

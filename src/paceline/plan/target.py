@@ -6,11 +6,12 @@ With a noise scale N, steps(B) = steps(B0) (1 + N / B) / (1 + N / B0), relative 
 Without one, the same epochs, each of as many whole steps as the training set has batches, ceil(samples / B): nothing is known
 about accuracy at B. Steps are whole. No batch is larger than the training set. Validation and checkpoints are left out.
 
-**Returns stop** at the first count, of 1, 2, 4, ..., beyond which no number of doublings saves `WORTH` of the time for each.
-(The first doubling alone does not decide: two workers pay for communication once, and four may pay off again.) To blame is what
-grew most from there to its double: the steps times their batch (noise-bound; where that is for steps being whole, data-bound),
-exposed communication (bandwidth- or latency-bound, by which is the larger part of an all-reduce), waiting, workers of a node
-that slow each other down (core-bound) or, in strong scaling, what does not shrink with a worker's samples (overhead-bound).
+**Returns stop** at the first count, of 1, 2, 4, ... and the most there are places for, beyond which no number of doublings
+saves `WORTH` of the time for each. (The first doubling alone does not decide: two workers pay for communication once, and four
+may pay off again.) To blame is what grew most from there to the next: the steps times their batch (noise-bound; where that is
+for steps being whole, data-bound), exposed communication (bandwidth- or latency-bound, by which is the larger part of an
+all-reduce), waiting, workers of a node that slow each other down (core-bound) or, in strong scaling, what does not shrink with
+a worker's samples (overhead-bound). Returns also stop where twice as many would need more than the training set.
 """
 
 import math
@@ -38,19 +39,36 @@ class Returns:
 
     stop_at: int | None
     """The count beyond which no doubling saves a fifth of the time; None: not up to the most there are."""
-    saved: float
-    """What share of the time the doubling from there saves."""
+    saved: float | None
+    """What share of the time the next count saves; None: a step of twice as many would take more than the training set."""
     bound: str
     """noise, data, bandwidth, latency, waiting, cores or overhead; empty where nothing stops."""
     cost_doubles_at: int | None
     """The first count at which the run takes twice the worker-hours it takes at the smallest one."""
-    most: int
-    """The largest count looked at."""
+    looked: tuple[int, ...]
+    """The counts looked at."""
+
+    @property
+    def most(self) -> int:
+        """The largest count looked at."""
+        return self.looked[-1]
+
+    @property
+    def next_to(self) -> tuple[int, int]:
+        """(where returns stop, the count after it); where they do not, the last two; twice the last beyond those looked at."""
+        counts = (*self.looked, 2 * self.most)
+        place = self.looked.index(self.stop_at) if self.stop_at is not None else max(0, len(self.looked) - 2)
+        return counts[place], counts[place + 1]
 
 
 def doublings(most: int) -> list[int]:
     """1, 2, 4, ... up to the most."""
     return [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+
+
+def counts_up_to(most: int) -> list[int]:
+    """1, 2, 4, ... and the most itself."""
+    return sorted({*doublings(most), most})
 
 
 def most_workers(model: Model) -> int:
@@ -89,22 +107,24 @@ def price_of(cluster: Cluster, price: float | None) -> tuple[float, str] | None:
 
 
 def find_returns(model: Model, run: Run | None, noise: Noise | None) -> Returns:
-    """Where more workers stop to pay, looking at 1, 2, 4, ... workers."""
-    most = most_workers(model)
-    steps = [model.step(workers) for workers in doublings(most)]
+    """Where more workers stop to pay, looking at 1, 2, 4, ... workers, and at as many as there are places for."""
+    most, places = most_workers(model), place_limit(model)
+    looked = tuple(counts_up_to(most) if most == places else doublings(most))
+    steps = [model.step(workers) for workers in looked]
     drawn = model.draws.noise if noise is not None else None
     times = [_time(step, run, drawn) for step in steps]
     cost = [step.workers * time for step, time in zip(steps, times, strict=True)]
     dear = next((step.workers for step, each in zip(steps, cost, strict=True) if each >= 2 * cost[0]), None)
-    for i in range(len(steps) - 1):
-        if all(later > times[i] * (1 - WORTH) ** doubled for doubled, later in enumerate(times[i + 1 :], 1)):
+    for i, now in enumerate(looked[:-1]):
+        doubled = [math.log2(later / now) for later in looked[i + 1 :]]
+        if all(later > times[i] * (1 - WORTH) ** each for each, later in zip(doubled, times[i + 1 :], strict=True)):
             saved = 1 - times[i + 1] / times[i]
             bound = _blame(model, steps[i], steps[i + 1], times[i + 1] / times[i])
-            return Returns(stop_at=steps[i].workers, saved=saved, bound=bound, cost_doubles_at=dear, most=most)
-    if (data_limit(model) or MOST) < place_limit(model):
-        return Returns(stop_at=steps[-1].workers, saved=0.0, bound="data", cost_doubles_at=dear, most=most)
+            return Returns(stop_at=now, saved=saved, bound=bound, cost_doubles_at=dear, looked=looked)
+    if most < places:
+        return Returns(stop_at=looked[-1], saved=None, bound="data", cost_doubles_at=dear, looked=looked)
     last = 1 - times[-1] / times[-2] if len(times) > 1 else 0.0
-    return Returns(stop_at=None, saved=last, bound="", cost_doubles_at=dear, most=most)
+    return Returns(stop_at=None, saved=last, bound="", cost_doubles_at=dear, looked=looked)
 
 
 def place_limit(model: Model) -> int:
@@ -120,23 +140,23 @@ def _time(step: Step, run: Run | None, noise: Array | None) -> float:
     return float(time_s(step, run, noise)[0]) if run is not None else float(1 / step.samples_per_s[0])
 
 
-def _blame(model: Model, here: Step, double: Step, ratio: float) -> str:
-    """What keeps the double count from halving the time."""
-    speed = float(here.samples_per_s[0] / double.samples_per_s[0])
-    examples = ratio / speed  # how many more samples the double count needs
-    if examples - 1 > 2 * speed - 1:
+def _blame(model: Model, here: Step, more: Step, ratio: float) -> str:
+    """What keeps the next count, the double mostly, from saving its share of the time."""
+    speed, workers = float(here.samples_per_s[0] / more.samples_per_s[0]), more.workers / here.workers
+    examples = ratio / speed  # how many more samples the next count needs
+    if examples > workers * speed:
         noise = 0.0 if model.draws.noise is None else float(model.draws.noise[0])
-        by_noise = examples_ratio(noise, double.global_batch, here.global_batch)
+        by_noise = examples_ratio(noise, more.global_batch, here.global_batch)
         return "noise" if noise and by_noise - 1 > (examples - 1) / 2 else "data"  # the rest is whole steps' doing
-    before, after = ({name: float(part[0]) for name, part in step.parts_s.items()} for step in (here, double))
-    shrink = double.global_batch / here.global_batch / 2  # of a worker's samples: 1 in weak scaling, 1/2 in strong
+    before, after = ({name: float(part[0]) for name, part in step.parts_s.items()} for step in (here, more))
+    shrink = 1.0 if model.mode == "weak" else 1 / workers  # of a worker's samples
     grown = {name: after[name] - shrink * before[name] for name in after}
     worst = max(("communication", "waiting"), key=lambda name: grown[name])
     if grown[worst] < sum(grown[name] for name in ("input", "compute", "optimizer", "other")):
-        if shrink == 1:
+        if model.mode == "weak":
             return "cores"
-        crowded = model.crowding(double.workers) > model.crowding(here.workers)  # else it is the floor of compute
+        crowded = model.crowding(more.workers) > model.crowding(here.workers)  # else it is the floor of compute
         return "cores" if crowded and grown["compute"] > grown["optimizer"] + grown["other"] else "overhead"
     if worst == "waiting":
         return "waiting"
-    return "latency" if float(double.latency_s[0]) > 0.5 * float(double.reduce_s[0]) else "bandwidth"
+    return "latency" if float(more.latency_s[0]) > 0.5 * float(more.reduce_s[0]) else "bandwidth"

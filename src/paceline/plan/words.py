@@ -49,9 +49,17 @@ def count_words(workers: int) -> str:
     return f"{workers:,} worker{'s' * (workers != 1)}"
 
 
+def list_words(each: Sequence[object]) -> str:
+    """1; 1 and 2; 1, 2 and 4."""
+    *first, last = (str(one) for one in each)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def bound_words(returns: Returns, cluster: Cluster) -> str:
     """Why returns stop, in half a sentence."""
-    several = returns.stop_at is not None and cluster.nodes(2 * returns.stop_at) > 1
+    if returns.saved is None:
+        return "a step of twice as many would need more than the training set (data-bound)"
+    several = returns.stop_at is not None and cluster.nodes(returns.next_to[1]) > 1
     link = "the network between nodes" if several and cluster.inter is not None else "the link between workers"
     return {
         "noise": "more samples a step average out little more noise, so that the run needs nearly as many steps (noise-bound)",
@@ -66,14 +74,16 @@ def bound_words(returns: Returns, cluster: Cluster) -> str:
 
 def returns_words(returns: Returns, cluster: Cluster, what: str) -> str:
     """Where returns stop and why; `what` is what doubling saves."""
+    now, after = returns.next_to
     if returns.stop_at is None:
-        saved = "" if returns.most < 2 else f": the last doubling still saves {returns.saved:.0%} of the {what}"
+        step = "the last doubling" if after == 2 * now else f"the last step, from {now:,} on,"
+        saved = "" if returns.most < 2 else f": {step} still saves {returns.saved:.0%} of the {what}"
         text = f"Returns do not stop up to {count_words(returns.most)}{saved}."
     else:
-        saves = f"saves {returns.saved:.0%} of the {what} only" if returns.saved > 0 else f"saves nothing of the {what}"
-        text = (
-            f"Returns stop at {count_words(returns.stop_at)}: twice as many {saves}, because {bound_words(returns, cluster)}."
-        )
+        more = ("twice as many", "saves") if after == 2 * now else (count_words(after), "save")
+        saves = f"{returns.saved:.0%} of the {what} only" if (returns.saved or 0) > 0 else f"nothing of the {what}"
+        why = "" if returns.saved is None else f"{' '.join(more)} {saves}, because "
+        text = f"Returns stop at {count_words(now)}: {why}{bound_words(returns, cluster)}."
     if returns.cost_doubles_at is None:
         return f"{text} Worker-hours stay below twice those of the smallest count all the way."
     return f"{text} From {count_words(returns.cost_doubles_at)} on the run takes twice the worker-hours of one worker, or more."

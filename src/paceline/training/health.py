@@ -52,8 +52,8 @@ class Health:
         """
         if not timed or not self._steps:
             return None
-        found = split_steps(timed, self._run.world)
         elapsed_s = time.perf_counter() - self._since
+        found = split_steps(timed, self._run.world)
         step_s = elapsed_s / self._steps
         slowest, lag_s = found.slowest()
         row = {
@@ -67,7 +67,6 @@ class Health:
             "gradient_bytes": self._gradient_bytes,
         }
         self._step_s = float(found.step_s.mean())
-        self.start(samples)
         return row
 
 

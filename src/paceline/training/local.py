@@ -65,6 +65,7 @@ class Local:
             self._train(list(of_part), inputs, table[part], step_samples)
             if len(self._own) > 1:
                 self._held[part] = self._copy(self._held.get(part))
+        engine.clock.apart()
         self.apart = True
         self._since += 1
         if self._averages_after(step):

@@ -192,6 +192,8 @@ class _Fit:
                 observer.health({**about, **health})
             if timeline is not None:
                 observer.timeline(timeline)
+        if health is not None:
+            self.health.start(samples)  # what looking and telling took is no part of the next steps
 
     def _steps(self, epoch: int) -> int:
         """Steps of an epoch, of which the run's last may be cut short; 0 or less after it."""

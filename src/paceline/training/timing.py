@@ -153,6 +153,11 @@ class Clock:
         if self._now is not None and self._now.ready is not None:
             self._now.ready = self._stamp()
 
+    def apart(self) -> None:
+        """This step's backward passes averaged nothing: what was ready in them is no moment that others wait for."""
+        if self._now is not None:
+            self._now.ready = None
+
     def take(self) -> list[Timed]:
         """The steps timed since this was last asked, in seconds on a clock that all workers share. Waits for the GPU.
         Every worker reaches this.

@@ -57,6 +57,7 @@ def test_a_record_is_not_trained(tmp_path: Path) -> None:
     ("args", "says"),
     [
         (["nowhere"], "unknown task 'nowhere'"),
+        (["runs/nowhere"], "no record 'runs/nowhere', neither here nor in runs"),
         (["fashion-mnist-mini", "--epochs", "0"], "--epochs is 0: it must be at least 1"),
         (["fashion-mnist-mini", "--virtual-workers", "1"], "use --virtual-workers 2 or more"),
         ([], "the following arguments are required"),

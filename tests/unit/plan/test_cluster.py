@@ -73,6 +73,23 @@ def test_a_single_node_has_no_more_places_than_it_has(tmp_path: Path) -> None:
         (("intra = {latency_us = 2, bandwidth_GBps = 20}", ""), "has no intra, the link within a node"),
         (("intra = {latency_us = 2, bandwidth_GBps = 20}", "intra = 5"), "intra is 5: it must be a table"),
         (("name = ", "name == "), "is not valid TOML"),
+        (('name = "mine"', 'name = ""'), "name is '': it must be one line of text"),
+        (('name = "mine"', 'name = "a\\nb"'), "name is 'a\\nb': it must be one line of text"),
+        (("efficiency = 0.7", 'efficiency = "high"'), "efficiency is 'high': it must be a number such as 0.8, or a table"),
+        (('currency = "EUR"', "currency = 5"), "price: currency is 5: it must be text in quotes"),
+        (("latency_us = 2,", "latency_us = 1e-4,"), "intra: latency_us is 0.0001: it must be 0.001 to 1e+09"),
+        (("latency_us = 30", "latency_us = 1e10"), "inter: latency_us is 10000000000.0: it must be 0.001 to 1e+09"),
+        (("bandwidth_GBps = 20", "bandwidth_GBps = 1e7"), "bandwidth_GBps is 10000000.0: it must be 1e-06 to 1e+06"),
+        (("bandwidth_GBps = 20", "bandwidth_GBps = 1e-300"), "bandwidth_GBps is 1e-300: it must be 1e-06 to 1e+06"),
+        (("workers_per_node = 4", "workers_per_node = 1000001"), "workers_per_node is 1000001: it must be 1 to 1e+06"),
+        (("workers_per_node = 4", "workers_per_node = 4\ncores_per_node = 1000001"), "cores_per_node is 1000001: it must be 1"),
+        (("per_worker_hour = 2.5", "per_worker_hour = 1e10"), "per_worker_hour is 10000000000.0: it must be at most 1e+09"),
+        (("typical = 0.8, low = 0.5", "typical = 0.8, low = 1e-300"), "low is 1e-300: it must be 1e-06 to"),
+        (("latency_us = 2,", f"latency_us = {'9' * 400},"), "999...: it must be 0.001 to 1e+09"),
+        (("workers_per_node = 4", f"workers_per_node = {'9' * 400}"), "999...: it must be 1 to 1e+06"),
+        (("workers_per_node = 4", f"workers_per_node = {'9' * 5000}"), "is not valid TOML: a number is too long"),
+        (('name = "mine"', f"name = {'[' * 100_000}"), "is not valid TOML: a number is too long, or its tables are too deep"),
+        (("workers_per_node = 4", f"workers_per_node = 0x{'f' * 5000}"), "a number of thousands of digits: it must be 1 to"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, change: tuple[str, str], says: str) -> None:
@@ -87,6 +104,12 @@ def test_a_wrong_name_suggests_the_nearest() -> None:
         find_cluster("dgx-h10")
     with pytest.raises(UsageError, match="cannot read cluster"):
         find_cluster("nowhere/mine.toml")
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_no_name_is_one_line(name: str) -> None:
+    with pytest.raises(UsageError, match=r"--cluster is empty: give a preset's name, .* \(--cluster list shows"):
+        find_cluster(name)
 
 
 def test_a_presets_name_is_the_preset_whatever_lies_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

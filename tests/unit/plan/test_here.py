@@ -9,7 +9,7 @@ import pytest
 from paceline.errors import RecordError
 from paceline.plan.here import make_here
 from paceline.plan.measured import read_measured
-from paceline.plan.plan import Request, make_plan
+from paceline.plan.plan import Plan, Request, as_json, introduce, make_plan
 
 Make = Callable[..., Path]
 
@@ -78,3 +78,41 @@ def test_cores_that_carry_the_link_count_in_the_fit(make_scale: Make) -> None:
     assert here.intra is not None
     assert here.link_cores == 2
     assert here.intra.bytes_per_s.typical == pytest.approx(2e9, rel=1e-3)
+
+
+def test_how_far_off_the_fit_is_is_said_as_a_factor(make_scale: Make) -> None:
+    folder = make_scale()
+    assert "typically off by a factor of 1.00, at worst 1.00" in make_here(read_measured(folder)).source
+    assert not any("trust predictions less" in line for line in introduce(plan_of(folder)))
+    found = json.loads((folder / "scale.json").read_text())
+    for each, times in zip(found["links"], (1, 1, 100, 1), strict=True):
+        each["s"] *= times
+    (folder / "scale.json").write_text(json.dumps(found))
+    here = make_here(read_measured(folder))
+    assert here.off > 2
+    assert f"typically off by a factor of {here.off:.2f}, at worst " in here.source
+    assert float(here.source.split()[-1]) >= here.off
+    warning = "warning: the link is not well described by latency and bandwidth: trust predictions less"
+    assert warning in introduce(plan_of(folder))
+
+
+def test_a_node_without_end_is_no_number_in_json(make_scale: Make) -> None:
+    assert as_json(plan_of(make_scale()))["cluster"]["workers_per_node"] is None
+    assert as_json(plan_of(make_scale("apart", on_node=1)))["cluster"]["workers_per_node"] == 1
+
+
+def test_the_command_that_measures_what_is_missing_trains_the_same_model(make_scale: Make) -> None:
+    odd = {"model": "resnet:depth=8"}
+    with pytest.raises(RecordError, match=r"paceline scale fashion-mnist-mini --model resnet:depth=8 --workers 1,2"):
+        make_here(read_measured(make_scale(counts=(1,), contract=odd)))
+    with pytest.raises(RecordError, match=r"--model resnet:depth=8 --workers 1,2\)"):
+        make_here(read_measured(make_scale(counts=(1, 4), on_node=2, contract=odd)))
+    folder = make_scale(counts=(1, 2), on_node=1, reduce_s=0.0, contract=odd)
+    found = json.loads((folder / "scale.json").read_text())
+    (folder / "scale.json").write_text(json.dumps({**found, "links": []}))
+    with pytest.raises(RecordError, match=r"--model resnet:depth=8 --nodes 2\)"):
+        make_here(read_measured(folder))
+
+
+def plan_of(folder: Path) -> Plan:
+    return make_plan(Request(record=str(folder), cluster="here"))

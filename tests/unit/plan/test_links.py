@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -60,6 +62,14 @@ def test_a_fit_of_noisy_timings_says_how_far_it_is_off() -> None:
     assert found.bytes_per_s == pytest.approx(1e9, rel=0.3)
     assert 0.03 < found.residual < 0.2
     assert found.latency_spread > 0.01
+
+
+def test_a_fit_says_by_what_factor_it_is_off_at_worst() -> None:
+    """Three sizes that lie on a line, and one that took three times as long."""
+    found = fit_link([*timings(1e-4, 1e9), Timing(workers=2, bytes=1 << 20, s=3 * (2e-4 + (1 << 20) / 1e9))], near=[4])
+    assert 1.5 < found.worst <= 3
+    assert found.residual < math.log(found.worst)
+    assert fit_link(timings(1e-4, 1e9)).worst == pytest.approx(1, abs=1e-3)
 
 
 def test_sizes_near_those_that_are_averaged_count_for_more() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import RecordError
+from paceline.plan.fields import own_flags
 from paceline.plan.measured import PARTS, read_measured
 
 Make = Callable[..., Path]
@@ -173,3 +174,38 @@ def test_a_scale_that_measured_nothing_is_incomplete(make_scale: Make) -> None:
     (folder / "scale.json").write_text(json.dumps(found))
     with pytest.raises(RecordError, match="incomplete"):
         read_measured(folder)
+
+
+def test_the_next_command_trains_the_same_model(make_scale: Make, make_training: Make) -> None:
+    folder = make_training(model="resnet:depth=8")
+    assert read_measured(folder).flags == " --model resnet:depth=8"
+    assert "paceline scale fashion-mnist-mini --model resnet:depth=8 --workers 1,2 to know" in read_measured(folder).assumed[0]
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(RecordError, match="paceline scale fashion-mnist-mini --model resnet:depth=8 --workers 1,2"):
+        read_measured(folder)
+    broken = make_scale(samples_per_s=0, contract={"model": "mlp"})
+    with pytest.raises(RecordError, match="paceline scale fashion-mnist-mini --model mlp --workers 1,2"):
+        read_measured(broken)
+
+
+@pytest.mark.parametrize(
+    ("contract", "flags"),
+    [
+        ({"model": "cnn"}, ""),
+        ({"model": "Sleeper"}, ""),
+        ({"model": "wide-resnet:depth=10,width=4"}, " --model wide-resnet:depth=10,width=4"),
+        ({"model": "mlp:width=8; rm"}, " --model 'mlp:width=8; rm'"),
+        ({"model": 5}, ""),
+        ({}, ""),
+        ("abc", ""),
+        (None, ""),
+    ],
+)
+def test_own_flags_name_a_model_that_is_not_the_default(contract: object, flags: str) -> None:
+    assert own_flags(contract) == flags
+
+
+def test_numbers_without_end_are_no_measurement(make_scale: Make) -> None:
+    for value in (10**400, 1e300):
+        with pytest.raises(RecordError, match=r"samples_per_s is .*: it must be a number above 0"):
+            read_measured(make_scale(samples_per_s=value))

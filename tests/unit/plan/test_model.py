@@ -101,6 +101,15 @@ def test_latency_alone_grows_with_the_ring() -> None:
     assert parts(found, replace(cluster, trees=True), 64)["communication"] == pytest.approx(12e-4)
 
 
+def test_trees_are_between_nodes_only() -> None:
+    """Within a node NCCL's tree is a chain: 8 workers take 14 latencies; 8 nodes 6 more, of the network."""
+    cluster = Cluster(name="made", workers_per_node=8, intra=wire(1e-6, 1e15), inter=wire(1e-5, 1e15))
+    draws = draw(measured(), cluster, None)
+    assert all_reduce_s(cluster, draws, 8, 4)[0] == pytest.approx(14e-6)
+    assert all_reduce_s(cluster, draws, 64, 4)[0] == pytest.approx(14e-6 + 6e-5)
+    assert all_reduce_s(replace(cluster, trees=False), draws, 64, 4)[0] == pytest.approx(14e-6 + 14e-5)
+
+
 def test_two_nodes_of_two_by_hand() -> None:
     """In the node 2 (g - 1) / g bytes at 10 GB/s, between nodes 2 (m - 1) / m at 1 GB/s: 0.1 + 1 ms, and latencies."""
     cluster = Cluster(name="made", workers_per_node=2, trees=False, intra=wire(1e-6, 1e10), inter=wire(1e-5, 1e9))
@@ -209,6 +218,39 @@ def test_strong_scaling_shares_out_the_samples_and_keeps_the_rest() -> None:
     assert found["compute"] == pytest.approx(0.03 / 4)
     assert found["input"] == pytest.approx(0.001 / 4)
     assert (found["optimizer"], found["other"]) == (pytest.approx(0.002), pytest.approx(0.001))
+
+
+def test_counts_that_shared_cores_are_not_crowded_twice_in_strong_scaling() -> None:
+    """Two cores: 100, 50 and 50 ms at 1, 2 and 4 workers. A quarter of the batch is 25 ms, twice that for taking turns."""
+    found = measured(
+        point(compute=0.1), point(2, samples=64, compute=0.05), point(4, samples=32, compute=0.05), buckets=(), cores=2
+    )
+    cluster = Cluster(name="made", workers_per_node=64, cores_per_node=2, trees=False, intra=wire(0, 1e15))
+    for there in (cluster, replace(cluster, here=True)):
+        predicted = [parts(found, there, workers, "strong")["compute"] for workers in (1, 2, 4, 8)]
+        assert predicted == pytest.approx([0.1, 0.05, 0.05, 0.05])
+    apart = boxes(cores_per_node=2)
+    assert parts(found, apart, 4, "strong")["compute"] == pytest.approx(0.025), "on nodes of their own nobody takes turns"
+
+
+def test_a_base_that_was_crowded_is_freed_on_nodes_with_cores_enough() -> None:
+    """Four workers took turns on two cores, 60 ms each: alone on a node, one takes 30."""
+    found = measured(point(4, compute=0.06), buckets=(), cores=2)
+    modes: tuple[Mode, ...] = ("weak", "strong")
+    for mode in modes:
+        assert parts(found, boxes(cores_per_node=2), 4, mode)["compute"] == pytest.approx(0.03), mode
+
+
+def test_the_slowest_worker_of_a_fixed_batch_has_the_larger_part() -> None:
+    """128 samples: of 3 workers one has 43, of 100 some have 2."""
+    for workers, samples in ((3, 43), (100, 2), (128, 1)):
+        found = parts(measured(buckets=()), boxes(), workers, "strong")
+        assert found["compute"] == pytest.approx(0.03 * samples / 128)
+        assert found["input"] == pytest.approx(0.001 * samples / 128)
+    uneven = measured(replace(point(3, samples=43), global_batch=128), buckets=())
+    assert parts(uneven, boxes(), 3, "strong")["compute"] == pytest.approx(0.03), "as it was measured"
+    line = measured(point(compute=0.128), replace(point(3, samples=43, compute=0.043), global_batch=128), buckets=())
+    assert parts(line, boxes(), 3, "strong")["compute"] == pytest.approx(0.043)
 
 
 def test_strong_scaling_ends_at_a_floor_where_one_was_measured() -> None:

@@ -46,6 +46,12 @@ def test_values_that_are_no_numbers_are_left_out() -> None:
     assert read_noise(rows[:-1]) is None
 
 
+def test_a_noise_scale_without_end_is_a_large_one() -> None:
+    found = read_noise([{"kind": "step", "noise_scale": value} for value in (50.0, 10**400, 1e300)])
+    assert found is not None
+    assert found.scale == 1e12
+
+
 def test_epoch_rows_will_do() -> None:
     found = read_noise([{"kind": "epoch", "noise_scale": 7.0}])
     assert found is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import PacelineError, RecordError, UsageError
-from paceline.plan.plan import Request, conclude, introduce, make_plan, plan_verb, table
+from paceline.plan.plan import Request, conclude, introduce, make_plan, plan_verb, table, write_json
 
 Make = Callable[..., Path]
 
@@ -217,6 +217,76 @@ def test_a_first_doubling_that_pays_for_the_network_is_not_the_end(make_scale: M
     assert plan.returns.stop_at is None or plan.returns.stop_at > 16
 
 
+SIX = 'name = "six"\nworkers_per_node = 6\nintra = {latency_us = 1, bandwidth_GBps = 1000}\n'
+
+
+def test_a_node_of_six_is_looked_at_to_its_last_place(make_scale: Make, tmp_path: Path) -> None:
+    file = tmp_path / "six.toml"
+    file.write_text(SIX)
+    plan = make_plan(Request(record=str(make_scale()), cluster=str(file)))
+    assert [each["workers"] for each in plan.rows] == [1, 2, 4, 6]
+    assert (plan.returns.stop_at, plan.returns.looked) == (None, (1, 2, 4, 6))
+    saved = 1 - plan.rows[3]["time_s"] / plan.rows[2]["time_s"]
+    said = f"Returns do not stop up to 6 workers: the last step, from 4 on, still saves {saved:.0%} of the time."
+    assert said in conclude(plan)[0]
+
+
+def test_a_last_step_that_is_no_doubling_need_not_save_as_much(make_scale: Make, tmp_path: Path) -> None:
+    """From four workers to five a fifth of the time is all there is to save, and a little less is no end of returns."""
+    file = tmp_path / "five.toml"
+    file.write_text(SIX.replace("6", "5"))
+    plan = make_plan(Request(record=str(make_scale()), cluster=str(file)))
+    assert plan.rows[3]["time_s"] > 0.8 * plan.rows[2]["time_s"]
+    assert (plan.returns.stop_at, plan.returns.most) == (None, 5)
+
+
+def test_a_last_step_that_is_no_doubling_is_called_by_its_count(make_scale: Make, tmp_path: Path) -> None:
+    """Four cores: six workers are as slow as they are many, and that they are not twice four is no excuse."""
+    file = tmp_path / "six.toml"
+    file.write_text(SIX + "cores_per_node = 4\n")
+    plan = make_plan(Request(record=str(make_scale()), cluster=str(file), noise="1e9"))
+    assert (plan.returns.stop_at, plan.returns.bound) == (4, "cores")
+    assert "Returns stop at 4 workers: 6 workers save" in conclude(plan)[0]
+
+
+def test_where_only_the_data_ends_nothing_is_said_to_be_saved(make_scale: Make) -> None:
+    plan = make_plan(Request(record=str(make_scale(bytes_per_s=1e12)), cluster="dgx-h100", speed=1e-3))
+    assert (plan.returns.stop_at, plan.returns.saved, plan.returns.bound) == (32, None, "data")
+    said = conclude(plan)[0]
+    assert said.startswith("Returns stop at 32 workers: a step of twice as many would need more than the training set (data")
+    assert "saves" not in said
+
+
+def test_a_fixed_batch_owes_its_steps_to_no_noise_scale(make_scale: Make) -> None:
+    said = " ".join(conclude(make_plan(Request(record=str(make_scale()), cluster="dgx-h100", mode="strong", noise="900"))))
+    assert "a fixed global batch takes the same steps on any number of workers" in said
+    assert "noise scale of" not in said
+
+
+def test_a_run_that_was_only_planned_came_to_nothing(make_scale: Make) -> None:
+    said = " ".join(conclude(make_plan(Request(record=str(make_scale()), cluster="dgx-h100", noise="900"))))
+    assert "Time is for as much progress as in 5 epochs at a global batch of 128 (its contract); steps follow" in said
+    assert "came to" not in said
+
+
+def test_what_was_measured_is_said_in_words(make_scale: Make, tmp_path: Path) -> None:
+    file = tmp_path / "six.toml"
+    file.write_text(SIX)
+    for counts, words in (((1,), "1 worker,"), ((2,), "2 workers,"), ((1, 2, 3), "1, 2 and 3 workers,")):
+        said = introduce(make_plan(Request(record=str(make_scale(counts=counts)), cluster=str(file))))
+        assert said[0].startswith(f"measured: fashion-mnist-mini with {words} 128 images")
+        assert "1 bucket (" in said[0] or "2 buckets (" in said[0] or counts == (1,)
+        assert said[1] == "cluster: six"
+
+
+def test_json_holds_no_nan(make_scale: Make, tmp_path: Path) -> None:
+    plan = make_plan(Request(record=str(make_scale()), cluster="gigabit-lab", workers="2"))
+    plan.rows[0]["step_s"] = float("nan")
+    with pytest.raises(UsageError, match=r"cannot write --json .*: a prediction is no finite number"):
+        write_json(plan, tmp_path / "plan.json")
+    assert not (tmp_path / "plan.json").exists()
+
+
 def test_a_list_of_presets_needs_no_record(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_verb(cluster="list") == 0
     assert "dgx-h100" in capsys.readouterr().out
@@ -239,7 +309,10 @@ def test_a_record_by_its_name(make_scale: Make) -> None:
         ({"cores": "0"}, "--cores is '0'"),
         ({"cores": "2"}, "have a GPU each and share no cores"),
         ({"workers": "two"}, "it must be counts above 0"),
-        ({"workers": "16", "cluster": "h200-node"}, "h200-node is one node of 8"),
+        (
+            {"workers": "16", "cluster": "h200-node"},
+            "one node of 8; take a cluster with a network (--cluster list)",
+        ),
         ({"workers": "256", "mode": "strong"}, "a fixed global batch of 128 has no more samples"),
         ({"mode": "sideways"}, "--mode is 'sideways'"),
         ({"speed": 0.0}, "--speed is 0: it must be a number above 0"),
@@ -251,6 +324,14 @@ def test_a_record_by_its_name(make_scale: Make) -> None:
         ({"record": ""}, "plan needs a RECORD"),
         ({"record": "nowhere"}, "no record 'nowhere', neither here nor in"),
         ({"json": "/nowhere/plan.json"}, "cannot write --json"),
+        ({"noise": "1e13"}, "--noise is 1e+13: it must be at most 1e+12 samples"),
+        ({"noise": "9" * 400}, "--noise is inf: it must be a number"),
+        ({"workers": "9" * 5000}, "...: it must be counts above 0"),
+        ({"target_steps": 10**400}, "...: it must be at most 1e+12"),
+        ({"samples": 10**400}, "...: it must be at most 1e+09"),
+        ({"samples": 6001}, "--samples is 6,001: the training set has 6,000 images; give 6,000 at most"),
+        ({"samples": 7, "mode": "strong"}, "--samples is 7, but --mode strong shares out the record's global batch: leave"),
+        ({"cluster": ""}, "--cluster is empty"),
     ],
 )
 def test_wrong_input_is_one_line(make_scale: Make, flags: dict[str, Any], says: str) -> None:

@@ -1,9 +1,13 @@
 """What is said of a run's health, and when."""
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from harness.training import ALONE, Watcher, blobs, train_in
+from paceline.training import health
 from paceline.training.health import describe, judge
 from paceline.training.observers import Printer
 
@@ -61,3 +65,20 @@ def test_now_this_worker_and_now_that_one_is_no_straggler(capsys: pytest.Capture
     for rank, told in ((0, 1), (1, 0), (0, 0), (1, 0), (1, 1)):
         printer.health(_row(slowest=rank, lag_s=5.0))
         assert capsys.readouterr().out.count("health: ") == told
+
+
+def test_looking_and_telling_are_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which each takes days."""
+    inner, told, late = health.split_steps, Watcher.timeline, [0.0]
+
+    def days() -> None:
+        late[0] += 1e6
+
+    monkeypatch.setattr(health, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0]))
+    monkeypatch.setattr(health, "split_steps", lambda *given: (days(), inner(*given))[1])
+    monkeypatch.setattr(Watcher, "timeline", lambda self, timeline: (days(), told(self, timeline))[1])
+    watcher = train_in(ALONE, blobs(), {"profile": True, "epochs": 3}).watcher
+    assert len(watcher.timelines) == 1
+    assert len(watcher.healths) >= 3
+    assert late[0] >= 4e6
+    assert all(row["step_s"] < 1e3 for row in watcher.healths)
