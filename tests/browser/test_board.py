@@ -1,8 +1,10 @@
 """The board in a real browser: what is listed, chosen and compared, and what appears while runs train."""
 
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -259,6 +261,52 @@ def test_an_empty_folder_says_how_to_make_a_run_and_shows_it(page: "Page", own: 
 
 
 @pytest.mark.usefixtures("no_charts")
+def test_what_is_not_here_is_said_with_the_reason(page: "Page", tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    make_run(root, "alpha")
+    shutil.copytree(make_run(tmp_path, "elsewhere"), root / "linked")
+    (root / "linked" / "result.json").unlink()
+    (root / "linked" / "result.json").symlink_to(tmp_path / "elsewhere" / "result.json")
+    with serving(root) as server:
+        page.goto(f"{server.url}#run=nosuch")
+        wait_for_text(page, "h1", ["Not here"])
+        wait_for_text(page, "#headline", ["What the address names is not in this folder, or not any more."])
+        expect(page.locator("#save")).to_be_hidden()
+        wait_for_text(page, "#chosen li small", ["not here"])
+        expect(page.locator("#count")).to_have_text("2 runs shown, 0 chosen, 1 not here")
+        page.get_by_role("checkbox", name="Compare alpha").check()
+        wait_for_text(page, "h1", ["alpha"])
+        page.get_by_role("button", name="Take out nosuch").click()
+        shutil.rmtree(root / "alpha")
+        wait_for_text(page, "h1", ["Not here"])
+        wait_for_text(page, "#chosen li small", ["not here"])
+        expect(page.locator("#count")).to_have_text("1 run shown, 0 chosen, 1 not here")
+        page.locator("tbody tr[data-id=linked] .run-name").click()
+        wait_for_text(page, "h1", ["linked"])
+        expect(page.locator("#headline")).to_have_text("not read: result.json is a link that leads out of the board's folder")
+        make_run(root, "beta")
+        page.locator("tbody tr[data-id=beta] .run-name").click()
+        wait_for_text(page, "h1", ["beta"])
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_how_long_ago_a_run_began_goes_on_and_a_lost_board_may_be_elsewhere(page: "Page", own: str, tmp_path: Path) -> None:
+    make_run(tmp_path, "alpha", when=datetime.now(UTC).isoformat())
+    page.add_init_script("""
+        const Source = EventSource;
+        window.EventSource = class extends Source { constructor(address) { super(address); window.stream = this; } };
+    """)
+    page.clock.install()
+    page.goto(own)
+    wait_for_text(page, "tbody .c-when", ["just now"])
+    page.clock.fast_forward("03:30")
+    wait_for_text(page, "tbody .c-when", ["3 min ago"])
+    wait_for_text(page, "tbody small", ["3 min ago · P 2 · fashion-mnist-mini"])
+    page.evaluate("stream.dispatchEvent(new Event('error'))")
+    expect(page.locator("#link")).to_have_text("no connection: is the board still running? It may have a new address")
+
+
+@pytest.mark.usefixtures("no_charts")
 def test_a_token_leaves_the_address_and_stays_in_a_cookie(page: "Page", tmp_path: Path) -> None:
     make_run(tmp_path, "alpha")
     with serving(tmp_path, "0.0.0.0") as server:
@@ -267,6 +315,20 @@ def test_a_token_leaves_the_address_and_stays_in_a_cookie(page: "Page", tmp_path
         assert "token" not in page.url
         page.reload()
         wait_for_text(page, NAMES, ["alpha"])
+
+
+@pytest.mark.parametrize(
+    "page_options", [{"viewport": {"width": 390, "height": 844}, "has_touch": True, "color_scheme": "dark"}]
+)
+@pytest.mark.usefixtures("no_charts")
+def test_a_phone_shows_a_loss_where_there_is_no_accuracy(page: "Page", own: str, tmp_path: Path) -> None:
+    end_run(begin_run(tmp_path, "regression"), metrics={"loss": 0.00012345})
+    page.goto(own)
+    row = page.get_by_role("row", name="Compare regression")
+    expect(row.locator(".c-loss")).to_have_text("0.0001234")
+    expect(row.locator(".c-loss")).to_be_visible()
+    expect(row.locator(".c-accuracy")).to_be_hidden()
+    assert page.evaluate("document.getElementById('rows').scrollWidth <= document.getElementById('rows').clientWidth")
 
 
 @pytest.mark.parametrize(

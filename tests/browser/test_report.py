@@ -1,5 +1,6 @@
 """The report in a real browser, from a file: drawn, switched, zoomed, readable on a phone, and deaf to what records try."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     """One page with everything on it: two runs (one with a timeline and a landscape), a scale record and a study."""
     folder = tmp_path_factory.mktemp("report")
     first = make_landscape(make_timeline(make_train(folder / "first")))
+    timeline = json.loads((first / "timeline.json").read_text())
+    timeline["paceline"]["buckets"][0]["parameters"] = [f"blocks.{place}.weight" for place in range(12)]
+    (first / "timeline.json").write_text(json.dumps(timeline))
     paths = [first, make_train(folder / "second", accuracy=0.9), make_scale(folder / "scale"), STUDY]
     return write_report(paths, folder / "report.html").as_uri()
 
@@ -123,6 +127,39 @@ def test_what_somebody_chose_survives_an_update_and_the_colours_a_visit(page: "P
     page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
 
 
+def test_numbers_times_and_lines_say_what_they_are(page: "Page", tmp_path: Path) -> None:
+    one = make_train(tmp_path / "one")
+    page.goto(write_report([one], tmp_path / "report.html").as_uri())
+    page.wait_for_function(DRAWN)
+    times = page.evaluate("[59.94, 59.96, 119.6, 3571, 3599.6, 7199, 0.9996].map(Paceline.time)")
+    assert times == ["59.9 s", "1 min", "2 min", "59 min 31 s", "1 h", "2 h", "1 s"]
+    figures = page.evaluate("[0, 0.001, 0.88, 0.00012345, 3.2e-9, 12345.6].map(Paceline.figure)")
+    assert figures == ["0.0000", "0.0010", "0.8800", "0.0001234", "3.200e-9", "1.235e+4"]
+    axis = page.evaluate("(({range, dtick}) => ({range, dtick}))(document.querySelector('[data-key=lr] .plot').layout.yaxis)")
+    assert axis == {"range": [0, 0.2], "dtick": 0.05}  # a constant is drawn at its value
+    waited = page.locator("#step .list").inner_text()
+    assert "the others mostly waited for worker 1, which was 2 ms behind the median worker;" in waited
+    heads = "[...document.querySelectorAll('#notes h3')].map(head => head.textContent)"
+    assert page.evaluate(heads) == ["What the run said"]
+    shown = page.evaluate("""() => {
+        const [one] = JSON.parse(document.getElementById("sources").textContent);
+        one.series.health = Object.fromEntries(Object.entries(one.series.health).map(([name, ys]) => [name, ys.slice(0, 2)]));
+        one.last.loss = 0.00012345;
+        const more = Array.from({ length: 16 }, (_, place) => ({ ...one, id: `${place}`, name: `run ${place}` }));
+        Paceline.update([one, ...more]);
+        const said = document.querySelector("[data-key=runs]").textContent;
+        document.querySelectorAll(".plot").forEach(plot => plot.scrollIntoView());
+        return said;
+    }""")
+    assert "0.0001234" in shown
+    assert page.evaluate(heads)[:2] == ["one", "run 0"]
+    dashes = "key => document.querySelector(`[data-key='${key}'] .plot`).data.map(line => line.line.dash)"
+    page.wait_for_function(f"() => ['speed', 'loss'].every(key => ({dashes})(key).length === 34)")
+    assert page.evaluate(dashes, "speed")[:2] == ["solid", "dot"]
+    loss = page.evaluate(dashes, "loss")
+    assert [loss[2 * place : 2 * place + 2] for place in (0, 8, 16)] == [["solid", "dot"], ["dash", "dash"], ["dot", "dashdot"]]
+
+
 def test_what_records_say_is_text_and_nothing_else(page: "Page", tmp_path: Path) -> None:
     one = make_train(tmp_path / EVIL.replace("/", "\u2215"), model=EVIL, task=EVIL, optimizer=EVIL)
     broken = tmp_path / "<b>bold %{x} $x$"
@@ -150,3 +187,5 @@ def test_a_phone_scrolls_only_down(page: "Page", report: str) -> None:
         .filter(each => !each.closest(".table-box, .plot") && each.getBoundingClientRect().right > 361)
         .map(each => each.outerHTML.slice(0, 80))"""
     assert page.evaluate(wide) == []
+    heights = "[...document.querySelectorAll('[data-key^=buckets] tbody td')].map(cell => cell.clientHeight)"
+    assert max(page.evaluate(heights)) < 40  # what is said out of sight leaves no gap between the numbers

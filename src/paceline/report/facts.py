@@ -36,12 +36,12 @@ def contract_lines(facts: Mapping[str, Any]) -> list[list[str]]:
     return lines
 
 
-def environment_lines(about: Mapping[str, Any]) -> dict[str, str]:
-    """Where and how a run was started, as text by name: versions, machine, command, git revision."""
+def environment_lines(about: Mapping[str, Any], resumed: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Where and how a run was started, and resumed, as text by name: versions, machine, commands, git revision."""
     found = {name: about.get(name) for name in ("when", "python", "system", "machine", "processor", "cores", "git", "devices")}
-    command = about.get("command")
-    if isinstance(command, list):
-        found["command"] = shlex.join(text(word, 500) for word in command[:200])
+    for name, command in (("command", about.get("command")), ("resumed with", (resumed or {}).get("command"))):
+        if isinstance(command, list):
+            found[name] = shlex.join(text(word, 500) for word in command[:200])
     versions = about.get("versions")
     versions = versions if isinstance(versions, dict) else {}
     found |= {name: versions[name] for name in list(versions)[:30]}

@@ -7,6 +7,7 @@ cannot be read is said in `problems`, and the rest is shown. Nothing here writes
 import errno
 import fcntl
 import json
+import math
 import os
 from array import array
 from collections import Counter
@@ -18,6 +19,7 @@ from typing import Any
 from paceline.errors import PacelineError
 from paceline.measure.results import read_results
 from paceline.records import PARTS, unit_of
+from paceline.report.ends import read_ends
 from paceline.report.facts import contract_lines, environment_lines
 from paceline.report.series import Columns, Metrics, number, read_metrics_columns, short, text, thin
 from paceline.report.summary import sentence, tone
@@ -37,7 +39,6 @@ _OF_A_RECORD = (
     "course.csv",
 )
 _MOST_BYTES = 200_000_000  # of a JSON file that is read whole
-_TAIL_BYTES = 8_192  # of metrics.jsonl, for a run whose end is not written down: the last few rows
 
 
 def read_source(path: Path) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def read_source(path: Path) -> dict[str, Any]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """A line of a list of runs, cheap enough for thousands: reads no long file but its last few kB. It never raises."""
+    """A line of a list of runs, cheap enough for thousands: reads no long file but its end. It never raises."""
     kind = kind_of(path)
     line: dict[str, Any] = {"id": str(path), "name": text(path.name, 200), "kind": kind, "path": str(path), "status": "unknown"}
     names = ("when", "task", "model", "workers", "virtual_workers", "global_batch", "optimizer")
@@ -154,11 +155,12 @@ def _fill_train(source: dict[str, Any], path: Path) -> None:
             problems.append(f"metrics.jsonl: {metrics.unreadable:,} line(s) hold no row of ours and are left out")
         if not (metrics.step.count or metrics.epoch.count):
             problems.append("metrics.jsonl has no step in it: no curves")
-    facts = _object(about.get("contract")) | _object((metrics.resumed or {}).get("contract"))
+    facts = _object(about.get("contract")) | _object(_object(metrics.resumed).get("contract"))
     source["facts"] = {name: value for name, value in facts.items() if isinstance(value, str | int | float)}
     source["unit"] = unit_of(source["facts"])
     source["contract"] = contract_lines(facts)
-    source["environment"], source["when"] = environment_lines(about), text(about.get("when"), 40) or None
+    source["environment"] = environment_lines(about, _object(metrics.resumed))
+    source["when"] = text(about.get("when"), 40) or None
     source["status"] = _status(path, result)
     if about and not source["contract"]:
         problems.append("environment.json holds no contract")
@@ -222,7 +224,8 @@ def _fill_unknown(source: dict[str, Any], path: Path) -> None:
 
 def _line_of_train(line: dict[str, Any], path: Path) -> None:
     about, result = (_read_object(path / name, []) for name in ("environment.json", "result.json"))
-    facts = _object(about.get("contract"))
+    ends = read_ends(path / "metrics.jsonl")
+    facts = _object(about.get("contract")) | ends.contract
     for name in ("task", "model", "optimizer"):
         line[name] = text(facts.get(name) or about.get(name), 200) or None
     for name in ("workers", "virtual_workers", "global_batch", "total_steps"):
@@ -235,31 +238,8 @@ def _line_of_train(line: dict[str, Any], path: Path) -> None:
     line |= {name: number(result.get(name)) or None for name in ("steps", "samples_per_s")}
     if result and line["steps"] is not None:
         return
-    for row in _tail(path / "metrics.jsonl"):
-        line["steps"] = number(row.get("step")) or line["steps"]
-        line["samples_per_s"] = number(row.get("samples_per_s")) or line["samples_per_s"]
-        accuracy, loss = number(row.get("val_accuracy")), number(row.get("val_loss"))
-        line["accuracy"] = line["accuracy"] if accuracy is None else accuracy
-        line["loss"] = line["loss"] if loss is None else loss
-
-
-def _tail(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return []
-    rows = []
-    for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError):  # cut in two by where the tail begins, or still being written
-            continue
-    return [row for row in rows if isinstance(row, dict)]
+    for name in ("steps", "samples_per_s", "accuracy", "loss"):
+        line[name] = _either(getattr(ends, name), line[name])
 
 
 def _status(path: Path, result: Mapping[str, Any]) -> str:
@@ -293,7 +273,7 @@ def _last(metrics: Metrics, result: Mapping[str, Any]) -> dict[str, float | int 
         "train_loss": step.last("loss"),
         "epochs": _either(number(result.get("epochs")), epoch.last("epoch")),
         "steps": number(result.get("steps")) or step.last("step") or epoch.last("step"),
-        "time_s": number(result.get("train_time_s")) or epoch.last("time_s") or step.last("time_s"),
+        "time_s": number(result.get("train_time_s")) or max(step.last("time_s") or 0.0, epoch.last("time_s") or 0.0) or None,
         "samples_per_s": number(result.get("samples_per_s"))
         or epoch.last("samples_per_s")
         or metrics.health.last("samples_per_s"),
@@ -317,14 +297,25 @@ def _where(health: Columns) -> dict[str, Any] | None:
         if whole:
             means[name.removeprefix("parts_s.")] = sum(value * w for value, w in pairs) / whole
     ordered = [*(name for name in PARTS if name in means), *(name for name in means if name not in PARTS)]
-    slow = Counter(int(rank) for rank in health.values.get("slowest", []) if rank == rank)
+    slowest, lag_s = _straggler(health)
     return {
         "parts_s": {name: short(means[name]) for name in ordered},
         "step_s": short(sum(means.values())),
-        "slowest": slow.most_common(1)[0][0] if slow else None,
-        "lag_s": health.last("lag_s"),
+        "slowest": slowest,
+        "lag_s": None if lag_s is None else short(lag_s),
         "rows": health.count,
     }
+
+
+def _straggler(health: Columns) -> tuple[int | None, float | None]:
+    """The worker that was slowest in two rows of three or more, and how far behind it was in those, on the mean."""
+    ranks = health.values.get("slowest", array("d"))
+    slow = Counter(rank for rank in ranks if math.isfinite(rank))
+    rank, count = slow.most_common(1)[0] if slow else (math.nan, 0)
+    if 3 * count < 2 * health.count or not count:
+        return None, None
+    lags = [lag for lag, who in zip(health.values.get("lag_s", []), ranks, strict=False) if who == rank and math.isfinite(lag)]
+    return int(rank), math.fsum(lags) / len(lags) if lags else None
 
 
 def _read_object(path: Path, problems: list[str], missing: str = "") -> dict[str, Any]:

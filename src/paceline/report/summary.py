@@ -9,6 +9,7 @@ from paceline.records import unit_of
 
 GOOD = ("done", "target reached")
 _LIVE = ("running",)
+_RANKED = ("accuracy", "loss", "samples_per_s")
 
 
 def headline(sources: Sequence[Mapping[str, Any]]) -> str:
@@ -52,13 +53,17 @@ def rate(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def figure(value: float) -> str:
+    """A loss or an accuracy: `0.8820`; with four significant digits where that would say nothing, `0.0001234`, `1.235e+04`."""
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
+
+
 def duration(seconds: float) -> str:
-    """`3.8 s`, `1 min 15 s`, `2 h 5 min`."""
-    if seconds < 60:
+    """`3.8 s`, `1 min 15 s`, `2 h 5 min`. Rounded before it is divided: there is no 60th second."""
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s" if seconds >= 0.95 else f"{1000 * seconds:.0f} ms"
-    minutes = round(seconds / 60)
-    if seconds < 3600 and minutes < 60:
-        whole = round(seconds)
+    whole, minutes = round(seconds), round(seconds / 60)
+    if whole < 3600:
         return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 else "")
     return f"{minutes // 60:,} h" + (f" {minutes % 60} min" if minutes % 60 else "")
 
@@ -85,7 +90,7 @@ def shares(parts_s: Mapping[str, float]) -> str:
 
 def _train(source: Mapping[str, Any]) -> str:
     facts, status, why = source["facts"], source["status"], source["why"]
-    model, task = facts.get("model"), facts.get("task") or source["environment"].get("task")
+    model, task = facts.get("model"), _task(source)
     what = f"{model or 'a model'} on {task}" if task else f"{model or 'a model'}"
     place = _place(facts)
     said = f"{source['name']} "
@@ -107,6 +112,10 @@ def _train(source: Mapping[str, Any]) -> str:
     return f"{said} {where}." if where else said
 
 
+def _task(source: Mapping[str, Any]) -> Any:
+    return source["facts"].get("task") or source["environment"].get("task")
+
+
 def _place(facts: Mapping[str, Any]) -> str:
     workers, parts, batch = (facts.get(name, "") for name in ("workers", "virtual_workers", "global_batch"))
     inner = [f"V = {parts:,.0f}"] if _is_number(parts) else []
@@ -118,7 +127,7 @@ def _place(facts: Mapping[str, Any]) -> str:
 def _outcome(source: Mapping[str, Any]) -> str:
     last, facts = source["last"], source["facts"]
     name = "accuracy" if last.get("accuracy") is not None else "loss"
-    words = [f" to {name} {last[name]:.4f}"] if last.get(name) is not None else []
+    words = [f" to {name} {figure(last[name])}"] if last.get(name) is not None else []
     epochs = last.get("epochs")
     spent = [f" in {plural(epochs, 'epoch')}"] if epochs else []
     spent += [duration(last["time_s"])] if last.get("time_s") else []
@@ -133,9 +142,9 @@ def _progress(source: Mapping[str, Any]) -> str:
         return "no step is done yet"
     words = [f"step {step:,.0f} of {total:,.0f}" if _is_number(total) else f"step {step:,.0f}"]
     if last.get("accuracy") is not None:
-        words.append(f"accuracy {last['accuracy']:.4f} at the last validation")
+        words.append(f"accuracy {figure(last['accuracy'])} at the last validation")
     elif last.get("train_loss") is not None:
-        words.append(f"loss {last['train_loss']:.4f} so far")
+        words.append(f"loss {figure(last['train_loss'])} so far")
     if _is_number(total) and time_s and total > step:
         words.append(f"about {duration(time_s / step * (total - step))} left")
     return ", ".join(words)
@@ -150,30 +159,50 @@ def _how_far(source: Mapping[str, Any]) -> str:
 
 def _compared(runs: Sequence[Mapping[str, Any]]) -> str:
     """Several runs: the best, the fastest, and those that did not come to their end."""
-    said = []
-    for name, better in (("accuracy", max), ("loss", min)):
-        found = [(run["last"][name], run["name"]) for run in runs if run["last"].get(name) is not None]
-        if found:
-            value, best = better(found, key=lambda pair: pair[0])
-            said.append(
-                f"{best} ended best, with {name} {value:.4f}" if len(found) > 1 else f"{best} came to {name} {value:.4f}"
-            )
-            break
-    speeds = [
-        (run["last"]["samples_per_s"], run["name"], unit_of(run["facts"])) for run in runs if run["last"].get("samples_per_s")
-    ]
-    if len(speeds) > 1:
-        value, fastest, unit = max(speeds)
-        how = f"fastest, with {rate(value)} {unit}/s"
-        if said and said[0].startswith(f"{fastest} ended best"):
-            said[0] += f", and was {how}"
-        else:
-            said.append(f"{fastest} was {how}")
+    measured = [run for run in runs if any(run["last"].get(name) is not None for name in _RANKED)]
+    tasks, units = {_task(run) for run in measured}, {unit_of(run["facts"]) for run in measured}
+    unlike = " of different tasks" if len(tasks) > 1 else " that count different samples" if len(units) > 1 else ""
+    said = [] if unlike else [*_best(runs), *_fastest(measured)]  # numbers of different tasks say nothing of each other
+    name = said[1].partition(" was fastest, ")[0] if len(said) == 2 else ""
+    if name and said[0].startswith((f"{name} ended best, ", f"{name} is best so far, ")):
+        said = [f"{said[0]}, and {said[1].removeprefix(f'{name} ')}"]
     for status, verb in (("running", "still training"), ("diverged", "diverged"), ("failed", "failed")):
         said += _who(runs, status, verb)
     for status, verb in (("interrupted", "interrupted"), ("cut short", "cut short")):
         said += _who(runs, status, verb)
-    return f"{plural(len(runs), 'run')}" + (": " + "; ".join(said) if said else ", none of which says how it ended") + "."
+    silent, counted = "" if measured else ", none of which says how it ended", plural(len(runs), "run")
+    if said and said[0].startswith((f"{counted} ended equal, ", f"{counted} are equal so far, ")):
+        return "; ".join(said) + "."
+    return f"{counted}{unlike}" + (": " + "; ".join(said) if said else silent) + "."
+
+
+def _best(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which run of one task ended best, or is best while others train; runs that show the same number ended equal."""
+    for name, better in (("accuracy", max), ("loss", min)):
+        found = [(run["last"][name], run["name"]) for run in runs if run["last"].get(name) is not None]
+        if not found:
+            continue
+        value, best = better(found, key=lambda pair: pair[0])
+        so_far = any(run["status"] in _LIVE for run in runs if run["last"].get(name) is not None)
+        equal = sum(figure(other) == figure(value) for other, _ in found)
+        if len(found) == 1:
+            return [f"{best} came to {name} {figure(value)}"]
+        if equal == 1:
+            return [f"{best} {'is best so far' if so_far else 'ended best'}, with {name} {figure(value)}"]
+        how = "equal" if equal == len(found) else "equal and best"
+        return [f"{plural(equal, 'run')} {f'are {how} so far' if so_far else f'ended {how}'}, at {name} {figure(value)}"]
+    return []
+
+
+def _fastest(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which run was fastest, where one was."""
+    found = [(run["last"]["samples_per_s"], run["name"]) for run in runs if run["last"].get("samples_per_s")]
+    if len(found) < 2:
+        return []
+    value, fastest = max(found)
+    if sum(rate(other) == rate(value) for other, _ in found) > 1:
+        return []
+    return [f"{fastest} was fastest, with {rate(value)} {unit_of(runs[0]['facts'])}/s"]
 
 
 def _who(runs: Sequence[Mapping[str, Any]], status: str, verb: str) -> list[str]:

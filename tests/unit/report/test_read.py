@@ -194,6 +194,52 @@ def test_a_summary_reads_only_the_end_of_a_long_file(demo: Path, monkeypatch: py
     assert sum(read) < 20_000
 
 
+def append(path: Path, *rows: dict[str, Any]) -> None:
+    with (path / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def test_a_running_run_has_its_time_and_its_steps_from_the_same_row(demo: Path) -> None:
+    (demo / "result.json").unlink()
+    append(demo, {"kind": "step", "step": 80, "epoch": 4, "time_s": 9.5, "loss": 0.1})
+    assert (read_source(demo)["last"]["steps"], read_source(demo)["last"]["time_s"]) == (80, 9.5)
+    append(demo, {"kind": "epoch", "step": 80, "epoch": 4, "time_s": 9.75})
+    assert read_source(demo)["last"]["time_s"] == 9.75
+
+
+def test_a_summary_finds_the_last_validation_above_many_steps_and_the_speed_that_the_page_has(demo: Path) -> None:
+    (demo / "result.json").unlink()
+    steps = [{"kind": "step", "step": 61 + index, "epoch": 4, "loss": 0.5} for index in range(2_000)]
+    append(demo, {"kind": "epoch", "step": 60, "epoch": 3, "samples_per_s": 7000.0}, *steps)  # one without a validation
+    append(demo, {"kind": "health", "step": 2060, "samples_per_s": 9.0, "parts_s": {}})
+    line, last = read_summary(demo), read_source(demo)["last"]
+    names = ("accuracy", "loss", "samples_per_s", "steps")
+    assert [line[name] for name in names] == pytest.approx([last[name] for name in names])
+    assert (line["accuracy"], line["samples_per_s"], line["steps"]) == (0.88, 7000, 2060)
+
+
+def test_a_run_resumed_on_other_workers_has_theirs_in_the_list_and_its_command_on_the_page(demo: Path) -> None:
+    about = {"command": ["paceline", "train", "--resume", "a b"], "contract": {"workers": 4}}
+    append(demo, {"kind": "resume", "step": 40, **about}, {"kind": "step", "step": 41, "loss": 0.5})
+    source = read_source(demo)
+    assert read_summary(demo)["workers"] == source["facts"]["workers"] == 4
+    assert source["environment"]["command"] == "paceline train 'a b'"
+    assert source["environment"]["resumed with"] == "paceline train --resume 'a b'"
+    (demo / "result.json").unlink()
+    line = read_summary(demo)
+    assert (line["steps"], line["accuracy"]) == (41, pytest.approx(0.68))  # the epochs after step 40 are done again
+
+
+def test_who_is_waited_for_and_how_long_is_said_of_one_worker(demo: Path) -> None:
+    rows = [{"kind": "health", "step": 61 + n, "parts_s": {"compute": 1.0}, "slowest": 1, "lag_s": 0.004} for n in range(3)]
+    append(demo, *rows, {"kind": "health", "step": 70, "parts_s": {"compute": 1.0}, "slowest": 0, "lag_s": 9.0})
+    where = read_source(demo)["where"]
+    assert (where["slowest"], where["lag_s"]) == (1, pytest.approx(0.003))
+    append(demo, *[row | {"step": 71 + place, "slowest": 0} for place, row in enumerate(rows)])
+    where = read_source(demo)["where"]
+    assert (where["slowest"], where["lag_s"]) == (None, None)  # six rows of ten are no clear majority
+
+
 def test_the_newest_source_comes_last_and_others_are_left_out(tmp_path: Path) -> None:
     for age, name in enumerate(["c", "a", "b"]):
         path = make_train(tmp_path / name) / "metrics.jsonl"

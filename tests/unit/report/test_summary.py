@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline.report.summary import duration, headline, plural, rate, sentence, shares, tone
+from paceline.report.summary import duration, figure, headline, plural, rate, sentence, shares, tone
 
 
 def train(name: str = "demo", status: str = "done", **changes: Any) -> dict[str, Any]:
@@ -74,7 +74,8 @@ def test_a_task_of_unknown_unit_has_samples() -> None:
 def test_samples_are_called_what_the_contract_says() -> None:
     windows = train("a", facts={"task": "fashion-mnist", "unit": "windows"})
     assert windows["summary"].endswith("7,861 windows/s.")
-    assert "a was fastest, with 7,861 windows/s" in headline([windows, train("b", last={"accuracy": 0.9, "samples_per_s": 1})])
+    slow = train("b", facts=windows["facts"], last={"accuracy": 0.9, "samples_per_s": 1})
+    assert "a was fastest, with 7,861 windows/s" in headline([windows, slow])
 
 
 def test_several_runs_name_the_best_the_fastest_and_the_lost() -> None:
@@ -88,6 +89,49 @@ def test_several_runs_name_the_best_the_fastest_and_the_lost() -> None:
         [fast, train("x", last={"accuracy": 0.1, "samples_per_s": 1})]
     )
     assert headline([lost, train("gone", status="cut short", last={})]) == "2 runs: diverged: lost; cut short: gone."
+
+
+def test_runs_that_ended_equal_have_no_best() -> None:
+    runs = [train(name, last={"accuracy": 0.9, "samples_per_s": 200.0}) for name in "ab"]
+    assert headline(runs) == "2 runs ended equal, at accuracy 0.9000."
+    other = train("c", last={"accuracy": 0.8, "samples_per_s": 300.0})
+    assert headline([*runs, other]) == (
+        "3 runs: 2 runs ended equal and best, at accuracy 0.9000; c was fastest, with 300 images/s."
+    )
+
+
+def test_nothing_has_ended_best_while_a_run_trains() -> None:
+    live = train("live", status="running", last={"accuracy": 0.9, "steps": 1})
+    assert headline([live, train("x", last={"accuracy": 0.1})]) == (
+        "2 runs: live is best so far, with accuracy 0.9000; still training: live."
+    )
+    equal = headline([live, train("x", last={"accuracy": 0.9})])
+    assert equal == "2 runs are equal so far, at accuracy 0.9000; still training: live."
+
+
+def test_runs_of_different_tasks_or_units_are_not_ranked() -> None:
+    one, other = train("a"), train("b", facts={"task": "my_task.py"}, last={"loss": 0.1, "samples_per_s": 1e6})
+    assert headline([one, other]) == "2 runs of different tasks."
+    windows = train("b", facts={**one["facts"], "unit": "windows"}, status="diverged")
+    assert headline([one, windows]) == "2 runs that count different samples: diverged: b."
+    silent = train("c", facts={}, last={})
+    assert "a ended best" in headline([one, train("b", last={"accuracy": 0.1}), silent])
+
+
+def test_the_best_run_may_have_spaces_in_its_name() -> None:
+    said = headline([train("the best", last={"accuracy": 0.9, "samples_per_s": 9.0}), train("x", last={"accuracy": 0.1})])
+    assert said == "2 runs: the best ended best, with accuracy 0.9000."
+    slow = train("x", last={"accuracy": 0.1, "samples_per_s": 1.0})
+    said = headline([train("the best", last={"accuracy": 0.9, "samples_per_s": 9.0}), slow])
+    assert said == "2 runs: the best ended best, with accuracy 0.9000, and was fastest, with 9 images/s."
+
+
+def test_small_and_large_losses_keep_their_digits() -> None:
+    assert [figure(value) for value in (0.0, 0.001, 0.88, 9999.0)] == ["0.0000", "0.0010", "0.8800", "9999.0000"]
+    assert [figure(value) for value in (0.00012345, 3.2e-9, 12345.6)] == ["0.0001234", "3.2e-09", "1.235e+04"]
+    assert "to loss 3.2e-06 in" in train(last={"loss": 3.2e-6, "epochs": 5})["summary"]
+    assert "loss 3.2e-06 so far" in train(status="running", last={"steps": 1, "train_loss": 3.2e-6})["summary"]
+    assert "b ended best, with loss 1e-05" in headline([train("a", last={"loss": 2e-5}), train("b", last={"loss": 1e-5})])
 
 
 def test_without_accuracy_the_lowest_loss_is_best() -> None:
@@ -108,6 +152,13 @@ def test_scaling_in_a_sentence() -> None:
     assert "one count alone" in train(kind="scale", scale={"counts": counts[:1]})["summary"]
     from_two = [{**counts[0], "workers": 2, "speed_up": 2.0}, {**counts[1], "samples_per_s": 180.0, "speed_up": 3.6}]
     assert "1.80 times as many, 90% of linear" in train(kind="scale", scale={"counts": from_two})["summary"]
+
+
+def test_no_time_has_a_60th_second_or_minute() -> None:
+    assert [duration(s) for s in (59.94, 59.96, 119.6, 3571, 3599.6, 7199)] == [
+        *("59.9 s", "1 min", "2 min"),
+        *("59 min 31 s", "1 h", "2 h"),
+    ]
 
 
 def test_words_for_numbers() -> None:

@@ -18,6 +18,7 @@ let stream = null;
 let drawn = false;
 let headline = "";
 let told = false; // whether the list came
+let lost = ""; // of those chosen, which are not here
 let first = true; // whether a run may be chosen for a user who chose none
 
 const list = makeRows($("rows"), { toggle, only, sort: sortBy });
@@ -122,7 +123,7 @@ function connect() {
   stream = new EventSource(`events?${asked}`);
   stream.addEventListener("open", () => tellLink("live", "live"));
   stream.addEventListener("error", () => {
-    tellLink("lost", "no connection: is the board still running?");
+    tellLink("lost", "no connection: is the board still running? It may have a new address");
     if (stream.readyState === EventSource.CLOSED) setTimeout(connect, 2000);
   });
   stream.addEventListener("runs", (event) => takeRuns(event.lastEventId, JSON.parse(event.data)));
@@ -143,6 +144,13 @@ function takeRuns(id, change) {
   }
   first = first && !runs.size;
   soon(drawList);
+  if (String(missing()) !== lost) soon(drawReport);
+}
+
+/** Those chosen of which nothing will come: the list has none of that name, or says why it is not read. */
+function missing() {
+  if (!told || pending) return [];
+  return state.run.filter((id) => !sources.has(id) && (!runs.has(id) || runs.get(id).note));
 }
 
 function takeSource(change) {
@@ -233,7 +241,8 @@ function drawList() {
   drawEmpty(all.length, found.length);
   const shown = `${commas(found.length)} ${found.length === 1 ? "run" : "runs"} shown`;
   const of = found.length < all.length ? ` of ${commas(all.length)}` : "";
-  const chosen = state.run.length ? `, ${state.run.length} chosen` : "";
+  const gone = missing().length;
+  const chosen = state.run.length ? `, ${state.run.length - gone} chosen${gone ? `, ${gone} not here` : ""}` : "";
   say(shown + of + chosen + (pending ? `, ${commas(pending)} still to be read` : ""));
   document.body.classList.toggle("has-chosen", state.run.length > 0);
 }
@@ -268,9 +277,11 @@ function drawReport() {
   document.querySelector(".hero").hidden = !chosen;
   $("page").hidden = !chosen;
   const title = found.length === 1 ? found[0].name : `${found.length} records compared`;
-  $("title").textContent = found.length ? title : chosen ? "Reading" : "";
+  const gone = missing();
+  const none = chosen && gone.length === state.run.length;
+  $("title").textContent = found.length ? title : none ? runs.get(gone[0])?.name || "Not here" : chosen ? "Reading" : "";
   document.title = found.length ? `${title} · Paceline board` : "Paceline board";
-  if (!found.length) headline = chosen && told && !pending && !state.run.some((id) => runs.has(id)) ? "What the address names is not in this folder, or not any more." : "";
+  if (!found.length) headline = none ? reasons(gone) : "";
   if (drawn) window.Paceline.update(found, { headline });
   else if (found.length) {
     drawn = true;
@@ -278,20 +289,30 @@ function drawReport() {
     useAxis();
   } else window.Paceline.headline(headline);
   drawChosen(); // in the colours that the page has given
-  list.recolour(colours());
+  if (String(gone) === lost) list.recolour(colours());
+  else drawList(); // which says how many are chosen
+  lost = String(gone);
+}
+
+/** Why nothing of these is shown. */
+function reasons(ids) {
+  const notes = ids.filter((id) => runs.has(id)).map((id) => (ids.length > 1 ? `${runs.get(id).name}: ` : "") + runs.get(id).note);
+  return notes.join("; ") || "What the address names is not in this folder, or not any more.";
 }
 
 function drawChosen() {
   $("chosen").hidden = state.run.length === 0;
   $("chosen-label").textContent = state.run.length === 1 ? "Shown" : "Compared";
+  $("save").hidden = missing().length === state.run.length;
   $("save").href = `report?${new URLSearchParams(state.run.map((id) => ["run", id]))}`;
-  const sign = JSON.stringify(state.run.map((id) => [id, runs.has(id) && runs.get(id).name, colour(id)]));
+  const sign = JSON.stringify(state.run.map((id) => [id, runs.has(id) && runs.get(id).name, colour(id), missing().includes(id)]));
   if ($("chosen").dataset.sign === sign) return; // made anew, a button would miss the click that is under way
   $("chosen").dataset.sign = sign;
   const items = state.run.map((id) => {
     const name = runs.has(id) ? runs.get(id).name : id;
     const remove = node("button", { type: "button", "data-id": id, "aria-label": `Take out ${name}` }, "×");
-    return node("li", {}, key(id), node("span", { title: name }, name), remove);
+    const away = missing().includes(id) ? node("small", {}, runs.has(id) ? "not read" : "not here") : null;
+    return node("li", {}, key(id), node("span", { title: name }, name), away, remove);
   });
   const focused = document.activeElement && document.activeElement.closest("#chosen li") ? document.activeElement.dataset.id : null;
   document.querySelector("#chosen ul").replaceChildren(...items);

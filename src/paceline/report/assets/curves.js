@@ -6,6 +6,8 @@
     layout,
   } = window.Paceline;
 
+  // The dash of a run's epochs beside its steps: runs of one colour have different ones.
+  const DOTTED = { solid: "dot", dash: "dash", dot: "dashdot", dashdot: "longdashdot" };
   const X_WORDS = { step: "step", epoch: "epoch", time_s: "time" };
 
   function column(source, table, name) {
@@ -81,6 +83,17 @@
     return high / low > 100;
   }
 
+  // An axis for lines that all have one value, which plotly would draw at 0 between -1 and 1; nothing for others.
+  function flatAxis(data) {
+    let low = Infinity, high = -Infinity;
+    for (const { y } of data) {
+      for (const value of y) if (isNumber(value)) { low = Math.min(low, value); high = Math.max(high, value); }
+    }
+    const size = Math.max(Math.abs(low), Math.abs(high));
+    if (!(high - low <= 1e-9 * size) || !size || !isNumber(size)) return {};
+    return { range: high > 0 ? [0, 2 * size] : [-2 * size, 0], tick0: 0, dtick: size / 2 };
+  }
+
   function curveFigure(chart, sources, context) {
     const { look, x } = context;
     const axis = xAxis(sources, x), shown = sources.filter((source) => !context.hidden.has(source.id)), data = [];
@@ -90,7 +103,7 @@
       for (const [table, name, what] of chart.lines) {
         const xs = column(source, table, x), ys = column(source, table, name);
         if (!has(ys) || !has(xs)) continue;
-        const points = table === "epoch" || ys.filter(isNumber).length < 3;
+        const points = table === "epoch" || ys.filter(isNumber).length < 3, dotted = table === "epoch" && two;
         const label = [
           sources.length > 1 ? clip(source.name, 40) : "", two || sources.length === 1 ? what || chart.title : "",
         ].filter(Boolean).join(", ");
@@ -99,7 +112,7 @@
           uid: uid(`run${context.colour(source.id)}`, table, name),
           x: axis.by === 1 ? xs : xs.map((value) => (value === null ? null : value / axis.by)),
           y: chart.by ? ys.map((value) => (value === null ? null : value * chart.by)) : ys,
-          line: { color: style.color, dash: points && two ? "dot" : style.dash, width: points && two ? 1.4 : 1.8 },
+          line: { color: style.color, dash: dotted ? DOTTED[style.dash] : style.dash, width: dotted ? 1.4 : 1.8 },
           marker: { size: 7, color: style.color },
           hovertemplate: `${safe(label)}: %{y:,.5~g}${chart.unit ? " " + chart.unit : ""}<extra></extra>`,
         });
@@ -117,6 +130,7 @@
         yaxis: {
           type: context.log ? "log" : "linear", rangemode: chart.zero && !context.log ? "tozero" : "normal",
           title: { text: chart.unit || "" }, tickformat: context.log ? "~g" : ",.6~g", nticks: 7,
+          ...(context.log ? {} : flatAxis(data)),
         },
       }),
     };

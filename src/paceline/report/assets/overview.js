@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const {
-    trains, theme, colourPlace, isNumber, commas, plain, time, unitOf, node, table, pairs, badge, key,
+    trains, theme, colourPlace, isNumber, commas, plain, figure, time, unitOf, node, table, pairs, badge, key,
   } = window.Paceline;
 
   // `links`: [id, title] of the sections below.
@@ -37,8 +37,8 @@
 
   function tiles(source) {
     const last = source.last, facts = source.facts, said = [], add = (name, value, small) => said.push([name, value, small || ""]);
-    if (isNumber(last.accuracy)) add("accuracy", last.accuracy.toFixed(4));
-    if (isNumber(last.loss)) add("validation loss", last.loss.toFixed(4));
+    if (isNumber(last.accuracy)) add("accuracy", figure(last.accuracy));
+    if (isNumber(last.loss)) add("validation loss", figure(last.loss));
     else if (isNumber(last.train_loss)) add("training loss", plain(last.train_loss));
     if (isNumber(last.samples_per_s) && last.samples_per_s) add(`${unitOf([source])}/s`, commas(last.samples_per_s));
     if (isNumber(last.time_s) && last.time_s) add("training time", time(last.time_s));
@@ -71,10 +71,10 @@
     return { key: "runs", sign: facts, make: () => {
       const runs = trains(sources), rows = runs.map((source) => {
         const last = source.last,
-          number = (value, digits) => (isNumber(value) ? (digits ? value.toFixed(digits) : commas(value)) : "–");
+          number = (value, said = commas) => (isNumber(value) ? said(value) : "–");
         const name = node("span", { class: "named" }, key(source.id), node("span", {}, source.name));
         return [
-          name, badge(source), number(last.accuracy, 4), number(last.loss, 4),
+          name, badge(source), number(last.accuracy, figure), number(last.loss, figure),
           last.samples_per_s ? commas(last.samples_per_s) : "–", last.time_s ? time(last.time_s) : "–", number(last.steps),
           number(source.facts.workers), number(source.facts.virtual_workers), number(source.facts.global_batch),
         ];
@@ -127,7 +127,7 @@
 
   function notes(sources) {
     return sources.filter((source) => source.notes.length || source.problems.length).map((source) => ({
-      key: source.id, sign: [source.name, source.notes, source.problems],
+      key: source.id, sign: [source.name, source.notes, source.problems, sources.length > 1],
       make: () => node(
         "div", { class: "card" },
         node(

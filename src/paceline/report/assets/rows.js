@@ -1,9 +1,9 @@
 // The list of runs: a real table of which only the rows in sight exist, so that thousands scroll smoothly.
 // Everything from a record is set as text, never as HTML.
 
-const { commas, isNumber, node } = window.Paceline;
+const { commas, figure, isNumber, node } = window.Paceline;
 const count = (value) => (isNumber(value) ? commas(value) : "");
-const fixed = (value) => (isNumber(value) ? value.toFixed(4) : "");
+const fixed = (value) => (isNumber(value) ? figure(value) : "");
 
 export const COLUMNS = [
   { key: "name", title: "run", first: 1 },
@@ -20,7 +20,9 @@ export const COLUMNS = [
   { key: "task", title: "task", first: 1 },
 ];
 
+const WHEN = COLUMNS.findIndex((column) => column.key === "when");
 const OVERSCAN = 12; // rows above and below those in sight
+const MINUTE_MS = 60000; // how often it is said anew how long ago runs began
 const TAIL = 11; // letters at a long name's end that are always shown: runs of one task differ in their time alone
 
 /** Make the list. `on.toggle(id)`, `on.only(id)` and `on.sort(key)` are called when the user asks for it. */
@@ -135,6 +137,9 @@ export function makeRows(frame, on) {
     });
   });
   new ResizeObserver(draw).observe(frame);
+  const tick = () => document.hidden || rows.forEach(tellAge);
+  setInterval(tick, MINUTE_MS);
+  document.addEventListener("visibilitychange", tick);
   body.replaceChildren(above, below);
 
   return {
@@ -189,8 +194,7 @@ function fill(row, summary) {
   const cut = Math.max(0, summary.name.length - TAIL);
   row.name.replaceChildren(node("span", {}, summary.name.slice(0, cut)), node("span", {}, summary.name.slice(cut)));
   row.name.title = summary.name;
-  const facts = [summary.kind === "train" ? null : summary.kind, ago(summary.when), summary.workers && `P ${summary.workers}`, summary.task];
-  row.sub.textContent = facts.filter(Boolean).join(" · ");
+  row.tr.classList.toggle("by-loss", !isNumber(summary.accuracy) && isNumber(summary.loss));
   const total = summary.status === "running" && summary.total_steps && summary.steps ? summary.steps / summary.total_steps : null;
   row.badge.className = `badge ${summary.tone || "plain"}`;
   row.badge.textContent = summary.status + (total === null ? "" : ` ${Math.floor(100 * Math.min(1, total))}%`);
@@ -199,9 +203,22 @@ function fill(row, summary) {
     if (index < 2) return;
     const value = summary[column.key];
     const said = column.show ? column.show(value) : value || "";
-    if (row.cells[index].textContent !== said) row.cells[index].textContent = said;
+    setText(row.cells[index], said);
     if (column.key === "when" || !column.show) row.cells[index].title = value || "";
   });
+  tellAge(row);
+}
+
+/** Say how long ago a row's run began: in its cell, and under its name where a phone has no such cell. */
+function tellAge({ summary, sub, cells }) {
+  const age = ago(summary.when);
+  const facts = [summary.kind === "train" ? null : summary.kind, age, summary.workers && `P ${summary.workers}`, summary.task];
+  setText(sub, facts.filter(Boolean).join(" · "));
+  setText(cells[WHEN], age);
+}
+
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
 }
 
 function cell(tag, name, ...inner) {

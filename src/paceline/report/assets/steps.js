@@ -134,7 +134,7 @@
 
   function health(source) {
     const { slowest, lag_s } = source.where, said = [];
-    const behind = isNumber(lag_s) ? `, ${seconds(lag_s)} behind the median worker at last` : "";
+    const behind = isNumber(lag_s) ? `, which was ${seconds(lag_s)} behind the median worker` : "";
     if (isNumber(slowest)) said.push(`the others mostly waited for worker ${slowest}${behind}`);
     if (isNumber(source.last.memory_bytes)) said.push(`${bytes(source.last.memory_bytes)} of memory in the largest worker`);
     return said.length ? `${source.name}: ${said.join("; ")}.` : "";

@@ -14,7 +14,7 @@
   const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
   const seconds = (s) => (
     s === 0
-      ? "0 s" : s >= 1 ? `${+s.toPrecision(3)} s` : s >= 1e-3 ? `${+(s * 1e3).toPrecision(3)} ms`
+      ? "0 s" : s >= 0.9995 ? `${+s.toPrecision(3)} s` : s >= 9.995e-4 ? `${+(s * 1e3).toPrecision(3)} ms`
       : `${+(s * 1e6).toPrecision(3)} µs`
   );
   const bytes = (n) => (
@@ -28,16 +28,20 @@
       ? "–" : n === 0 ? "0" : Math.abs(n) >= 1e4 || (Number.isInteger(n) && Math.abs(n) >= 1e3) ? commas(n) : Math.abs(n) < 1e-4
       ? n.toExponential(2) : String(+n.toPrecision(5))
   );
-  const time = (s) => (
-    !isNumber(s)
-      ? "–" : s < 1 ? seconds(s) : s < 60 ? `${s.toFixed(1)} s` : s < 3600 ? `${Math.floor(s / 60)} min ${Math.round(s % 60)} s`
-      : `${Math.floor(s / 3600)} h ${Math.round((s % 3600) / 60)} min`
-  );
+  // A loss or an accuracy: four decimals, or four significant digits where those would say nothing.
+  const figure = (n) => (n === 0 || (Math.abs(n) >= 1e-3 && Math.abs(n) < 1e4) ? n.toFixed(4) : n.toPrecision(4));
+  // Rounded before it is divided: there is no 60th second.
+  const time = (s) => {
+    if (!isNumber(s)) return "–";
+    if (s < 59.95) return s < 1 ? seconds(s) : `${s.toFixed(1)} s`;
+    const [whole, large, small] = Math.round(s) < 3600 ? [Math.round(s), "min", "s"] : [Math.round(s / 60), "h", "min"];
+    return `${Math.floor(whole / 60)} ${large}${whole % 60 ? ` ${whole % 60} ${small}` : ""}`;
+  };
   // What the samples of these runs are called: "samples" where they differ.
   const unitOf = (sources) => {
     const all = new Set(sources.map((source) => source.unit || "samples"));
     return all.size === 1 ? [...all][0] : "samples";
   };
 
-  Object.assign(window.Paceline, { safe, uid, clip, isNumber, seconds, bytes, commas, plain, time, unitOf });
+  Object.assign(window.Paceline, { safe, uid, clip, isNumber, seconds, bytes, commas, plain, figure, time, unitOf });
 })();
