@@ -110,6 +110,7 @@ def _worker(
     rank, size, store, environ, timeout_s = settings
     os.environ.clear()
     os.environ.update(environ)
+    multiprocessing.set_start_method("fork", force=True)  # or its loader would start a server that outlives it
     faulthandler.dump_traceback_later(max(1, timeout_s - 5), exit=False)
     import torch
     import torch.distributed as dist
