@@ -47,7 +47,7 @@ def page(browser: "Browser", page_options: dict[str, Any]) -> Iterator["Page"]:
     """A new page with no memory of the others. An error in the console, or an exception nobody caught, fails the test."""
     errors: list[str] = []
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **page_options})
-    context.set_default_timeout(10_000)
+    context.set_default_timeout(30_000)
     context.on("console", lambda said: errors.append(f"console: {said.text}") if said.type == "error" else None)
     context.on("weberror", lambda error: errors.append(f"uncaught: {error.error}"))
     yield context.new_page()
