@@ -294,10 +294,7 @@ def flag(name: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser, says: Mapping[str, str] | None = None) -> None:
-    """Give the parser one flag a field. A flag that is not given leaves no attribute behind, so that recipes can fill it.
-
-    `says`: the help of fields that mean something else to this verb, or argparse.SUPPRESS.
-    """
+    """One flag a field; one that is not given leaves no attribute behind: recipes may fill it. `says`: a verb's own help."""
     docs, kinds = _docs(), typing.get_type_hints(Config)
     heading = {first: title for title, first in SECTIONS.items()}
     group: Any = parser
