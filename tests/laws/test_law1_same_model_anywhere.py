@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from harness.processes import run_workers
-from harness.training import Trained, blobs, train_in
+from harness.training import ALONE, Trained, blobs, train_in
 from paceline import models
+from paceline.config import make_config
 from paceline.data.augment import Images
 from paceline.data.loaders import Arrays
 from paceline.dist.world import World
 from paceline.errors import UsageError
+from paceline.training.build import build
 from paceline.training.task import Task, classify
 
 PARTS = 5
@@ -57,6 +59,52 @@ def dropping() -> Task:
     return replace(task, prepare=prepare, defaults={**task.defaults, "virtual_workers": PARTS, "global_batch": 20})
 
 
+class Tuned(nn.Module):
+    """A net as people fine-tune it: frozen weights, batch norm kept in evaluation, a layer that no pass uses, one that only
+    some parts use, one used every time; called by its parts from the objective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        self.never = nn.Linear(8, 3)
+        self.sometimes = nn.Linear(8, 8)
+        self.body.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> "Tuned":
+        super().train(mode)
+        self.body.eval()
+        return self
+
+
+def tuned(sometimes: bool) -> Task:
+    """Which parts use `sometimes` depends on their samples alone; in some steps none does."""
+
+    def objective(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        inputs, labels, numbers = batch
+        features = model.body(inputs)
+        if sometimes and int(numbers.sum()) % 4 == 0:
+            features = features + model.sometimes(features)
+        loss = nn.functional.cross_entropy(model.head(features), labels, reduction="none")
+        return {"loss": loss}
+
+    task = blobs(objective=objective)
+    defaults = {**task.defaults, "virtual_workers": PARTS, "global_batch": 20, "weight_decay": 0.1, "decay_all": True}
+    return replace(task, model=Tuned, defaults=defaults)
+
+
+def parts_of(index: bool) -> Task:
+    """A model whose layers the objective calls one by one: by name, or by number."""
+
+    def objective(model: Any, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        logits = model[1](model[0](batch[0])) if index else model.get_submodule("1")(next(iter(model.children()))(batch[0]))
+        return {"loss": nn.functional.cross_entropy(logits, batch[1], reduction="none")}
+
+    task = blobs(objective=objective)
+    defaults = {**task.defaults, "virtual_workers": PARTS, "global_batch": 20}
+    return replace(task, model=lambda: nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 3)), defaults=defaults)
+
+
 EXACT: dict[str, tuple[Task, dict[str, Any]]] = {
     "sgd, momentum, batch norm, augmentation": (pictures(), {}),
     "adamw, clipping": (pictures(), {"optimizer": "adamw", "base_lr": 0.01, "clip_norm": 0.5}),
@@ -83,6 +131,12 @@ EXACT: dict[str, tuple[Task, dict[str, Any]]] = {
         {"local_steps": 2, "local_after": 0.2, "ema": 0.9, "optimizer": "adamw", "base_lr": 0.01},
     ),
     "cuts of a part": (pictures(), {"norm_part": 4, "epochs": 1}),
+    "frozen and unused": (tuned(sometimes=False), {}),
+    "sometimes unused": (tuned(sometimes=True), {}),
+    "sometimes unused, adamw, two at once": (
+        tuned(sometimes=True),
+        {"optimizer": "adamw", "base_lr": 0.01, "parts_at_once": 2, "epochs": 1},
+    ),
 }
 
 
@@ -131,6 +185,14 @@ FAST: dict[str, tuple[Task, dict[str, Any]]] = {
     "local steps": (pictures(), {"local_steps": 2, "local_after": 0.0}),
     "cuts of a part": (pictures(), {"norm_part": 4}),
     "a tail of unequal parts": (pictures(), {"global_batch": 60, "max_steps": 2}),
+    "frozen and unused": (tuned(sometimes=False), {}),
+    "sometimes unused": (tuned(sometimes=True), {"parts_at_once": 1, "max_steps": 5}),
+    "sometimes unused, clipped, noise measured": (
+        tuned(sometimes=True),
+        {"parts_at_once": 1, "clip_norm": 0.5, "measure_noise": True},
+    ),
+    "layers called by number": (parts_of(index=True), {}),
+    "layers called by name": (parts_of(index=False), {}),
 }
 
 
@@ -149,6 +211,31 @@ def test_fast_mode_agrees_to_rounding_over_a_few_steps() -> None:
         for worker in run_workers(fast, workers):
             for case, trained in worker.items():
                 assert_close(alone[case], trained, f"{case}, {workers} workers")
+
+
+def both_modes(world: World) -> dict[str, Trained]:
+    options = {**FEW, "parts_at_once": 1, "max_steps": 5}
+    return {mode: train_in(world, tuned(sometimes=True), {**options, "reduce": mode}) for mode in ("fast", "exact")}
+
+
+def test_a_parameter_that_no_part_used_is_left_alone_in_both_modes() -> None:
+    torch.manual_seed(0)
+    for workers in (1, 2):
+        for worker in run_workers(both_modes, workers):
+            assert_close(worker["fast"], worker["exact"], f"exact against fast, {workers} workers")
+            for mode, trained in worker.items():
+                for name in ("never.weight", "never.bias", "body.0.weight", "body.1.running_mean"):
+                    before = untrained()[name]
+                    np.testing.assert_array_equal(trained.weights[name], before, err_msg=f"{mode}, {workers} workers: {name}")
+                assert not np.array_equal(trained.weights["sometimes.weight"], untrained()["sometimes.weight"])
+                (note,) = trained.watcher.notes
+                assert "2 of 10 trainable parameters got no gradient in the first step (first: never.weight)" in note
+
+
+def untrained() -> dict[str, np.ndarray]:
+    """The weights that `tuned` starts from."""
+    run = build(tuned(sometimes=True), make_config(tuned(sometimes=True).defaults), ALONE)
+    return {name: tensor.numpy().copy() for name, tensor in run.step.model.state_dict().items()}
 
 
 def assert_close(one: Trained, other: Trained, case: str) -> None:

@@ -14,17 +14,16 @@ statistics of each part by itself, as `part` always does; `can_group` says wheth
 """
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from paceline.errors import UsageError
+from paceline.models.sync import SyncNorm, along, check_at_least_2d, statistics_dtype
 
 NormKind = Literal["batch", "part", "sync", "group", "none"]
 
@@ -110,11 +109,14 @@ class PartNorm(_BatchNorm):
         self.part_size = part_size
 
     def forward(self, input: Tensor) -> Tensor:
+        own = self._running_rows()
+        if not self.training and own and len(own[0]) > 1:  # a model that keeps it in evaluation while it trains
+            self._check_parts(input)
+            return self._normalise_by_running(input, own)
         if not self.training or (self.parts == 1 and self.part_size is None):
             return super().forward(input)
         self._check_input_dim(input)
         self._check_parts(input)
-        own = self._running_rows()
         assert not own or len(own[0]) in (1, self.parts), f"{len(own[0])} rows of running statistics for {self.parts} parts"
         if own and self._all_single(input):
             return self._normalise_by_running(input, own)
@@ -129,7 +131,7 @@ class PartNorm(_BatchNorm):
         return f"{super().extra_repr()}, part_size={self.part_size}"  # type: ignore[no-untyped-call]
 
     def _check_input_dim(self, input: Tensor) -> None:
-        _check_at_least_2d(input)
+        check_at_least_2d(input)
 
     def _check_parts(self, input: Tensor) -> None:
         n = len(input)
@@ -210,12 +212,12 @@ class PartNorm(_BatchNorm):
         """The same in plain operations on a view with the groups apart, which exists in any layout: a compiler fuses them, and
         need not copy a channels-last batch as the native call's fold does.
         """
-        apart = input.view(len(input) // groups, groups, *input.shape[1:]).to(_statistics_dtype(input))
+        apart = input.view(len(input) // groups, groups, *input.shape[1:]).to(statistics_dtype(input))
         over = [0, *range(3, apart.dim())]
         variance, mean = torch.var_mean(apart, over, correction=0, keepdim=True)
         output = (apart - mean) * torch.rsqrt(variance + self.eps)
         if self.weight is not None:
-            output = output * _along(self.weight, input) + _along(self.bias, input)
+            output = output * along(self.weight, input) + along(self.bias, input)
         count = apart.numel() // mean.numel()
         for row, found in zip(rows, (mean, variance * (count / max(1, count - 1))), strict=False):
             row.lerp_(found.detach().view(row.shape).to(row.dtype), momentum)
@@ -243,49 +245,6 @@ class PartNorm(_BatchNorm):
         weight, bias = _tile(self.weight, groups), _tile(self.bias, groups)
         output = F.batch_norm(_fold(input, groups), mean, variance, weight, bias, training=False, eps=self.eps)
         return output.view(input.shape)
-
-
-class SyncNorm(_BatchNorm):
-    """Batch norm whose training statistics are those of all workers' samples together.
-
-    A collective: in training every worker of the default process group must reach every forward and every backward pass, in
-    the same order and with the same dtype, even one whose batch is empty. Batches may differ in size. Forward gathers
-    2 * channels + 1 numbers a worker, backward sums 2 * channels. Alone (no process group, or a world of one) and in evaluation
-    it is plain batch norm.
-
-    Statistics are float32 (float64 for float64 input) whatever the input's dtype. Gradients of weight and bias are this
-    worker's share, for DDP to average; the input's gradient is that of the sum of all workers' losses. It can be differentiated
-    once. Written in plain tensor operations because torch.nn.SyncBatchNorm refuses CPU tensors, and DDP refuses it on the CPU.
-    """
-
-    running_mean: Tensor
-    running_var: Tensor
-    num_batches_tracked: Tensor
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels)
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training or not _has_peers():
-            return super().forward(input)
-        mean, squares, count = _gather_statistics(input.detach())
-        self._move_running(mean, squares, count)
-        inverse_std = torch.rsqrt(squares / count.clamp(min=1) + self.eps)
-        output: Tensor = _NormaliseSynced.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, mean, inverse_std, count
-        )
-        return output
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        _check_at_least_2d(input)
-
-    def _move_running(self, mean: Tensor, squares: Tensor, count: Tensor) -> None:
-        self.num_batches_tracked.add_(1)
-        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        # One value in all the world has no variance and moves nothing. Decided on the device: no wait for the GPU.
-        share = ((count > 1) * momentum).to(self.running_mean.dtype)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_((squares / (count - 1).clamp(min=1)).to(self.running_var.dtype), share)
 
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -321,71 +280,6 @@ def _tile(per_channel: Tensor | None, groups: int) -> Tensor | None:
     return per_channel if per_channel is None or groups == 1 else per_channel.repeat(groups)
 
 
-class _NormaliseSynced(torch.autograd.Function):
-    """(x - mean) / std * weight + bias, where mean and std depend on the x of every worker.
-
-    With g = dL/dy, xhat = (x - mean) / std and N values a channel over all workers (arXiv:1502.03167, section 3, rearranged):
-    dL/dx = weight / std * (g - sum(g) / N - xhat * sum(g * xhat) / N), both sums over all workers.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse_std: Tensor, count: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, mean, inverse_std, count)
-        scale = inverse_std * weight
-        return torch.addcmul(_along(bias - mean * scale, x), x.to(mean.dtype), _along(scale, x)).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, inverse_std, count = ctx.saved_tensors
-        grad = grad.to(mean.dtype)
-        xhat = (x.to(mean.dtype) - _along(mean, x)) * _along(inverse_std, x)
-        rest = [dim for dim in range(x.dim()) if dim != 1]
-        grad_bias, grad_weight = grad.sum(rest), (grad * xhat).sum(rest)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            sums = torch.stack([grad_bias, grad_weight])
-            dist.all_reduce(sums)
-            of_grad, of_product = sums / count.clamp(min=1)
-            centred = grad - _along(of_grad, x) - xhat * _along(of_product, x)
-            grad_x = (centred * _along(inverse_std * weight, x)).to(x.dtype)
-        return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None, None
-
-
-def _gather_statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Over all workers, for each channel: mean, sum of squares about that mean, and the count of values (a scalar).
-
-    Chan, Golub & LeVeque's pairwise update: no difference of large sums, so data far from zero keep their variance.
-    """
-    dtype, channels = _statistics_dtype(x), x.shape[1]
-    count = x.numel() // channels
-    own = torch.zeros(2 * channels + 1, dtype=dtype, device=x.device)
-    if count:
-        rest = [dim for dim in range(x.dim()) if dim != 1]
-        variance, mean = torch.var_mean(x.to(dtype), rest, correction=0)
-        own = torch.cat([mean, variance * count, own.new_full((1,), count)])
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)  # and not a sum: every worker combines the same rows in the same order, to the same bits
-    rows = torch.stack(everyone)
-    means, squares, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
-    total = counts.sum()
-    mean = (means * counts).sum(0) / total.clamp(min=1)
-    return mean, (squares + counts * (means - mean).square()).sum(0), total
-
-
-def _statistics_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _has_peers() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _along(per_channel: Tensor, x: Tensor) -> Tensor:
-    """(channels,) shaped to broadcast over x's (n, channels, ...)."""
-    return per_channel.view(-1, *[1] * (x.dim() - 2))
-
-
 def _groups(channels: int, dims: Literal[1, 2]) -> int:
     """The most groups, up to 32, that divide the channels.
 
@@ -393,8 +287,3 @@ def _groups(channels: int, dims: Literal[1, 2]) -> int:
     """
     most = min(32, channels if dims == 2 else max(1, channels // 8))
     return max(groups for groups in range(1, most + 1) if channels % groups == 0)
-
-
-def _check_at_least_2d(input: Tensor) -> None:
-    if input.dim() < 2:
-        raise ValueError(f"expected at least (n, channels), got {input.dim()}D input")

@@ -1,99 +1,164 @@
-"""What carries a step's numbers between workers: the model with one more parameter, whose gradient is the step's metrics; DDP
-or the exact sum around it; and the meter that reads the metrics without waiting.
+"""What carries a step's numbers between workers: the model with one more parameter, whose gradient is the step's metrics and
+which parameters it used; DDP or the exact sum around it; and the meter that reads the metrics without waiting.
 """
 
 import inspect
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.dist.reduce import ExactReducer
+from paceline.dist.reduce import ExactReducer, Workers
 from paceline.dist.world import World
 
 MOST_METRICS = 16
 WISHES = 2  # to write a checkpoint, to stop: they ride with the metrics, so that all workers learn of them at the same step
+FREIGHT = MOST_METRICS + WISHES
 
 
 class Carrier(nn.Module):
-    """The model, and one more parameter whose gradient is the step's metrics.
+    """The model, and one more parameter, the cargo: its gradient is the step's metrics, and a flag for each parameter it used.
 
     DDP averages that gradient with all the others, so metrics need no collective of their own and arrive on every worker
-    together with the step.
+    together with the step. `forward` runs a whole pass, from the batch to the loss: DDP wraps that, so it does not matter which
+    of the model's layers the objective calls, or how often.
+
+    DDP waits until it has a gradient for every parameter. `complete` hands in what the last backward pass left out. A parameter
+    that no part of any worker used ends with `grad = None`, so that the optimizer leaves it alone. That is cheaper than
+    `find_unused_parameters`: no search of the graph, no all-reduce, and buckets keep the order in which gradients come.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.cargo = nn.Parameter(torch.zeros(MOST_METRICS + WISHES))
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.cargo = nn.Parameter(torch.zeros(FREIGHT + len(self.trained)))
         self._nothing: Tensor
-        self.register_buffer("_nothing", torch.zeros(MOST_METRICS + WISHES), persistent=False)
+        self.register_buffer("_nothing", torch.zeros(FREIGHT), persistent=False)
+        self._freight: Tensor | None = None
+        self._arrived: list[Tensor] = []
+        self._flags: tuple[tuple[bool, ...], Tensor] = ((), self._nothing)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
+    def forward(self, work: Callable[[], Any]) -> Any:
+        return work()
 
-    def load(self, values: dict[str, Tensor], metrics: Sequence[str], share: float, wish: Tensor | None) -> Tensor:
-        """A term to add to the loss: zero, but its gradient with respect to the cargo is the metrics' means times the share,
-        and the wishes (1 for each).
-        """
-        means = torch.stack([values[name].detach().float().mean() for name in metrics]) * share
-        freight = [means, self._nothing[len(metrics) : MOST_METRICS], self._nothing[MOST_METRICS:] if wish is None else wish]
-        return (self.cargo * torch.cat(freight)).sum()
+    def load(self, means: Tensor, wish: Tensor | None) -> None:
+        """Add a pass's share of the metrics, and the wishes (1 for each)."""
+        rest = self._nothing[len(means) : MOST_METRICS], self._nothing[MOST_METRICS:] if wish is None else wish
+        freight = torch.cat((means, *rest))
+        self._freight = freight if self._freight is None else self._freight + freight
 
     def unload(self) -> Tensor:
-        """What the cargo's gradient has become: the mean over the step's samples."""
-        grad, self.cargo.grad = self.cargo.grad, None
-        assert grad is not None
-        return grad.clone()  # DDP's bucket is written to again in the next step
+        """What was loaded since this was last asked; after `complete`, the mean over the step's samples."""
+        freight, self._freight = self._freight, None
+        assert freight is not None
+        return freight
+
+    def deliver(self, freight: Tensor) -> None:
+        """Put what all workers loaded where `unload` finds it."""
+        self._freight = freight
+
+    def forget(self) -> None:
+        """Leave a step that was not finished."""
+        self.zero_grad(set_to_none=True)
+        self._freight = None
+
+    def flags(self, used: tuple[bool, ...]) -> Tensor:
+        """1 for each parameter that is used. Kept from step to step, because it rarely changes."""
+        if used != self._flags[0]:
+            self._flags = used, torch.tensor(used, dtype=self.cargo.dtype, device=self.cargo.device)
+        return self._flags[1]
+
+    def watch_arrivals(self) -> None:
+        """Note from now on which gradients a backward pass brings: 0.1 us each."""
+        for parameter in self.trained:
+            parameter.register_post_accumulate_grad_hook(self._arrived.append)  # type: ignore[no-untyped-call]
+
+    def begin_backward(self) -> None:
+        """Forget the gradients that an earlier pass brought."""
+        self._arrived.clear()
+
+    def complete(self) -> None:
+        """Give DDP what it still waits for after the last backward pass. Collective: call on every rank."""
+        missing: list[nn.Parameter] = []
+        used = (True,) * len(self.trained)
+        if len(self._arrived) < len(self.trained):
+            arrived = set(map(id, self._arrived))
+            missing = [parameter for parameter in self.trained if id(parameter) not in arrived]
+            used = tuple(parameter.grad is not None for parameter in self.trained)
+        zeros = [torch.zeros_like(parameter) for parameter in missing]
+        torch.autograd.backward([self.cargo, *missing], [torch.cat((self.unload(), self.flags(used))), *zeros])
+        assert self.cargo.grad is not None
+        freight, flags = torch.split(self.cargo.grad, [FREIGHT, len(used)])
+        self.deliver(freight.clone())  # DDP writes to its bucket again in the next step
+        if not all(used):
+            self.clear_unused((flags > 0).tolist())  # on a GPU this waits
+        self.cargo.grad = None
+
+    def clear_unused(self, used: Sequence[bool]) -> None:
+        """Take the gradients of parameters that nobody used away."""
+        for parameter, is_used in zip(self.trained, used, strict=True):
+            if not is_used:
+                parameter.grad = None
 
 
 class Reducer:
-    """The exact sum of the gradients of model and cargo; each of the cargo's numbers has digits of its own."""
+    """The exact sum of all parts' gradients, metrics and flags; each metric has digits of its own."""
 
     def __init__(self, carrier: Carrier, parts: int) -> None:
-        self._cargo = carrier.cargo
-        self._parameters = [parameter for parameter in carrier.model.parameters() if parameter.requires_grad]
-        self._sum = ExactReducer([*torch.split(self._cargo.detach(), 1), *self._parameters], parts)
+        self._carrier = carrier
+        self._used: tuple[bool, ...] = ()
+        """Of each parameter, whether a part of this worker's used it in this step."""
+        self._one_worker = Workers().size == 1
+        metrics, flags = carrier.cargo.detach()[:FREIGHT], carrier.cargo.detach()[FREIGHT:]
+        self._sum = ExactReducer([*torch.split(metrics, 1), flags, *carrier.trained], parts)
 
     def add(self) -> None:
         """Take the gradients of a part, and clear them for the next."""
-        assert self._cargo.grad is not None
-        self._sum.add([*torch.split(self._cargo.grad, 1), *(parameter.grad for parameter in self._parameters)])
-        for parameter in (self._cargo, *self._parameters):
+        carrier = self._carrier
+        grads = [parameter.grad for parameter in carrier.trained]
+        used = tuple(grad is not None for grad in grads)
+        self._used = tuple(map(or_, self._used, used)) if self._used else used
+        self._sum.add([*torch.split(carrier.unload(), 1), carrier.flags(used), *grads])
+        for parameter in carrier.trained:
             parameter.grad = None
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Drop what was added."""
+        self._used = ()
         self._sum.forget()
 
     def finish(self) -> None:
-        """Put the sums where the optimizer looks for gradients. Every worker reaches this."""
+        """Put the sums where the optimizer looks for gradients. Collective: call on every rank."""
         sums = self._sum.finish()
-        count = self._cargo.numel()
-        self._cargo.grad = torch.cat(sums[:count])
-        for parameter, total in zip(self._parameters, sums[count:], strict=True):
+        self._carrier.deliver(torch.cat(sums[:FREIGHT]))
+        for parameter, total in zip(self._carrier.trained, sums[FREIGHT + 1 :], strict=True):
             # In the parameter's own layout, which a fused optimizer needs.
             parameter.grad = total if parameter.is_contiguous() else torch.empty_like(parameter).copy_(total)
+        if not all(self._used):  # on several GPU workers this waits
+            self._carrier.clear_unused(self._used if self._one_worker else (sums[FREIGHT] > 0).tolist())
+        self._used = ()
 
 
-def wrap(model: nn.Module, world: World) -> Any:
-    """DDP around the model where there is somebody to average with.
+def wrap(carrier: Carrier, world: World) -> Any:
+    """DDP around the carrier where there is more than one worker.
 
     Buffers are not broadcast: each part's batch norm has statistics of its own, averaged when they are needed.
     """
     if world.size == 1:
-        return model
-    devices = [world.device.index] if world.device.type == "cuda" else None
+        return carrier
     flags = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in flags else "broadcast_buffers"  # torch 2.13 renamed it
     keep: dict[str, Any] = {name: False}
     # The strides of a weight with one input channel read two ways in channels-last: DDP copies its few values, and says so.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **keep)
+    carrier.watch_arrivals()
+    return DistributedDataParallel(carrier, gradient_as_bucket_view=True, **keep)
 
 
 class Meter:

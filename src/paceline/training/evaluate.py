@@ -2,7 +2,7 @@
 
 Samples are cut into fixed chunks; worker r evaluates chunks r, r + P, ... and writes each sample's metrics into its place in
 a table of zeros. Summing the tables over the workers adds zeros to every value, which is exact; the mean is then taken in one
-order.
+order. Random numbers that a model draws in validation are keyed by (seed, epoch, chunk).
 
 With `--ema` it is the averaged weights that are validated, and saved at the end. Batch-norm statistics that were taken while
 the training weights moved do not fit them, so they are taken anew (Izmailov et al. 2018, arXiv:1803.05407, section 3.2), in
@@ -18,11 +18,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from paceline.data.keys import key, seed_all
 from paceline.data.loaders import Inputs, Loader
 from paceline.data.sampler import Sampler
+from paceline.errors import UsageError
+from paceline.training.first import check_values
 from paceline.training.graph import Graph, compiler, watch
-from paceline.training.step import Step, autocast, check_values
+from paceline.training.step import Step, autocast
 
 _SAMPLES, _CHUNKS = 8192, 256  # at most, of the training data: what batch-norm statistics of averaged weights are taken over
-_STATISTICS = 0x57A7  # keeps the random numbers of these passes apart from those of training
+_STATISTICS, _CHUNK = 0x57A7, 0xE7A1  # keep the random numbers of these passes apart from those of training
 
 
 class Validation:
@@ -32,34 +34,49 @@ class Validation:
         self._step, self._loader, self._samples = step, loader, samples
         size = step.config.eval_batch or (1000 if step.world.device.type == "cuda" else 250)
         chunks = [np.arange(start, min(start + size, samples)) for start in range(0, samples, size)]
-        self._mine = chunks[step.world.rank :: step.world.size]
+        self._numbers = range(step.world.rank, len(chunks), step.world.size)
+        self._mine = [chunks[number] for number in self._numbers]
+        self._names: tuple[str, ...] = ()
+        """What the objective reports in validation, loss first; training may report other metrics."""
         self._graph = self._record() if self._mine and step.captured is not None else None
 
     @torch.no_grad()
-    def __call__(self) -> dict[str, float]:
-        """Every worker reaches this and gets the same numbers."""
+    def __call__(self, epoch: int) -> dict[str, float]:
+        """Validate after an epoch; the same numbers on every worker. Collective: call on every rank."""
         step, model, world = self._step, self._step.model, self._step.world
-        table = torch.zeros(len(step.metrics), self._samples, device=world.device)
-        was_training = model.training
+        was_training, rows = model.training, []
         model.eval()
-        for chunk, inputs in zip(self._mine, self._loader.inputs(self._mine, None), strict=True):
+
+        def seed(i: int) -> None:
+            seed_all(key(step.config.seed, _CHUNK, epoch, self._numbers[i]), world.device)
+
+        step.mark(step.now, "validation")  # before the first chunk is loaded: a loader may hang
+        for chunk, inputs in zip(self._mine, self._loader.inputs(self._mine, None, seed), strict=True):
             step.mark(step.now, "validation")
-            given, columns = [inputs], slice(int(chunk[0]), int(chunk[-1]) + 1)
+            given = [inputs]
             replays = self._graph is not None and self._graph.fits(given)
-            table[:, columns] = self._graph(given) if self._graph and replays else self._rows(given, len(chunk))
+            rows.append(self._graph(given).clone() if self._graph and replays else self._rows(given, len(chunk)))
         model.train(was_training)
         step.mark(step.now, "reduce")
+        names = tuple(world.share(self._names))  # a worker without a chunk has seen none
+        _check_names(self._names or names, names)
+        table = torch.zeros(len(names), self._samples, device=world.device)
+        for chunk, values in zip(self._mine, rows, strict=True):
+            table[:, int(chunk[0]) : int(chunk[-1]) + 1] = values
         if world.size > 1:
             dist.all_reduce(table)
-        return dict(zip(step.metrics, table.double().mean(1).tolist(), strict=True))
+        return dict(zip(names, table.double().mean(1).tolist(), strict=True))
 
     def _rows(self, given: list[Inputs], count: int) -> Tensor:
-        """One row a metric, one column a sample."""
+        """One row per metric, one column per sample."""
         step = self._step
         with autocast(step.config, step.world):
             values = step.objective(step.model, self._loader.make(given[0]))
-        check_values(values, count)
-        return torch.stack([values[name].float() for name in step.metrics])
+        names = check_values(values, count)
+        if not self._names:
+            self._names = names
+        _check_names(names, self._names)
+        return torch.stack([values[name].float() for name in names])
 
     @torch.no_grad()
     def _record(self) -> Graph | None:
@@ -81,6 +98,14 @@ class Validation:
             return None
         finally:
             model.train()
+
+
+def _check_names(found: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    if found != expected:
+        raise UsageError(
+            f"the objective reported {', '.join(found)} for one batch of validation and {', '.join(expected)} for another:"
+            " it must report the same metrics in the same order each time"
+        )
 
 
 class Averaged:

@@ -102,6 +102,17 @@ def watch(body: Body, inputs: list[Inputs], model: nn.Module, objective: Any) ->
     return out, _obstacle(inputs, waits) or _change(before, _host_state(model, objective))
 
 
+def module_state(model: nn.Module) -> dict[str, Any]:
+    """Numbers, texts and generators of random numbers in the plain attributes of a model's modules, by name."""
+    kinds = bool | int | float | str | np.random.Generator | random.Random | torch.Generator
+    return {
+        f"{path or 'the model'}.{name}": _reading(value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if not name.startswith("_") and isinstance(value, kinds)
+    }
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in short."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
@@ -129,7 +140,7 @@ def _host_state(model: nn.Module, objective: Any) -> dict[str, Any]:
         "the state of numpy's random numbers": (np.asarray(keys).tobytes(), position),
         "the state of torch's random numbers on the CPU": torch.get_rng_state().numpy().tobytes(),
     }
-    held = {path or "the model": vars(module) for path, module in model.named_modules()}
+    held: dict[str, Any] = {path or "the model": vars(module) for path, module in model.named_modules()}
     held["the objective"] = dict(getattr(objective, "__dict__", {}))
     if inspect.isfunction(objective):
         with suppress(ValueError):  # a variable that has no value yet

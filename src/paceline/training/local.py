@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from paceline.data.loaders import Inputs
 from paceline.dist.reduce import Workers
 from paceline.errors import UsageError
+from paceline.training.carrier import FREIGHT
 from paceline.training.parts import Pass
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Local:
         engine = self._step
         self._begin()
         engine.begin(step, wishes)
-        table = torch.zeros(self._parts, engine._carrier.cargo.numel(), device=engine.world.device)
+        table = torch.zeros(self._parts, FREIGHT, device=engine.world.device)
         table[self._own[0], -len(wishes) :] = engine._wish
         common = self._copy() if not self.apart and len(self._own) > 1 else {}
         for part, of_part in groupby(passes, key=lambda item: item.parts[0]):
@@ -79,7 +80,6 @@ class Local:
         if self._said:
             return
         self._said = True
-        self._step._view = self._step.model  # DDP would average
         after = f"after step {self.first}" if self.first else "from the first step on"
         plainly = " They are not replayed from a CUDA graph." if self._step.captured is not None else ""
         self._step.say(
@@ -94,7 +94,7 @@ class Local:
             given = next(inputs)
             engine.enter("forward")
             engine.statistics.use(item)
-            values = engine._forward(engine._make(given), item)
+            values = engine.values(engine._make(given), item)
             engine.enter("backward")
             (values["loss"].mean() * (len(item.samples) / samples)).backward()  # type: ignore[no-untyped-call]
             means = torch.stack([values[name].detach().float().mean() for name in engine.metrics])

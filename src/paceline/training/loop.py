@@ -103,7 +103,7 @@ class _Fit:
             check_agreement({**model.state_dict(), **run.step.kept()}, world, f"after epoch {epoch + 1}")
             if averaged is not None:
                 averaged.put_in(epoch)
-            metrics = validation()
+            metrics = validation(epoch)
             self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss")
             if config.target_accuracy and "accuracy" not in metrics:
                 raise UsageError(f"--target-accuracy: this task reports {', '.join(metrics)}, and no accuracy to reach")

@@ -21,7 +21,8 @@ from paceline.config import Config
 from paceline.data.sampler import Sampler
 from paceline.dist.world import World
 from paceline.errors import UsageError
-from paceline.models.norms import PartNorm, SyncNorm, can_group
+from paceline.models.norms import PartNorm, can_group
+from paceline.models.sync import SyncNorm
 
 
 @dataclass(frozen=True)

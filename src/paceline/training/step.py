@@ -7,23 +7,24 @@ the factor is n * P / R.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.config import Config
-from paceline.data.loaders import Batch, Inputs, Loader, map_tensors
+from paceline.data.loaders import Batch, Inputs, Loader
 from paceline.dist.watch import PHASES as WATCHED
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim.schedules import Schedule
-from paceline.training.carrier import MOST_METRICS, WISHES, Carrier, Reducer, wrap
+from paceline.training.carrier import FREIGHT, MOST_METRICS, WISHES, Carrier, Reducer, wrap
 from paceline.training.ema import Ema
+from paceline.training.first import FirstPasses
 from paceline.training.gradients import Jitter, Sam
 from paceline.training.local import Local
 from paceline.training.noise import Noise, adascale_gain, noise_scale
@@ -31,7 +32,8 @@ from paceline.training.parts import Pass, Statistics
 from paceline.training.task import Objective
 from paceline.training.timing import Clock
 
-Loss = Callable[[Inputs, float, Tensor | None], Tensor]
+Loss = Callable[[Inputs, float], tuple[Tensor, Tensor]]
+"""A pass's inputs and share of the step -> what is differentiated, and the metrics' means, both times the share."""
 Captured = Callable[[int, Iterator[Inputs]], Tensor | None]
 """A step's number and inputs -> its metrics; None, with no input taken, where there is no graph of it."""
 
@@ -59,18 +61,16 @@ class Step:
         self.model, self.world, self.schedule, self._make = model, world, schedule, loader.make
         self.objective, self.config, self.optimizer = objective, config, optimizer
         self.groups, self.statistics = groups, Statistics(model, groups, parts)
-        self._full, self._measuring = full, False
+        self._full, self._measuring, self.parts = full, False, parts
         self._unit = 0, 0.0
         """The first part of those that the pass under way adds to, and what their loss counts for so far."""
         self._carrier = Carrier(model).to(world.device)
         exact = config.reduce == "exact"
-        self._wrapped: Any = self._carrier if exact else wrap(self._carrier, world)
         self._reducer = Reducer(self._carrier, parts) if exact else None
         self._scale = 1 if exact else world.size
-        self._view = cast(nn.Module, _View(self._wrapped, model))
         self.metrics: tuple[str, ...] = ()
         """What the objective reports, loss first: known from the first pass, or from a checkpoint."""
-        self._looked = False
+        self._first = FirstPasses(self)
         self.random = False
         """Whether a pass draws random numbers, as far as the first one shows."""
         read_lr = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
@@ -86,10 +86,12 @@ class Step:
         self._jitter = Jitter(trained, config.gradient_noise, config.seed) if config.gradient_noise else None
         self.ema = Ema(model, config.ema) if config.ema else None
         self.local = Local(self, parts, groups) if config.local_steps else None
-        averaged = self._reducer is None and world.size > 1
-        self.clock = Clock(world, self._carrier.parameters() if averaged else (), config.profile)
-        if averaged and (noise is not None or config.profile):
-            cast(DistributedDataParallel, self._wrapped).register_comm_hook(dist.group.WORLD, self._look_and_average)
+        self._averages = self._reducer is None and world.size > 1
+        """Whether DDP averages gradients."""
+        self.clock = Clock(world, self._carrier.cargo if self._averages else None, config.profile)
+        self._wrapped = cast(Any, wrap(self._carrier, world) if self._averages else self._carrier)
+        if self._averages and (noise is not None or config.profile):
+            self._wrapped.register_comm_hook(dist.group.WORLD, self._look_and_average)
         self._wish = torch.zeros(WISHES, device=world.device)
         self._wished = (False,) * WISHES
         self.captured: Captured | None = None
@@ -167,12 +169,13 @@ class Step:
             self._unit = item.parts[0], share + (self._unit[1] if item.micro else 0.0)
             aside = self._climb(given, item) if self._sam is not None else nullcontext()
             with nullcontext() if final else self._apart(), aside:
-                if loss is not None:
-                    total = loss(given, share, wish)
-                else:
-                    total = self._weigh(self._forward(self._make(given), item), share, wish)
+                total, means = self._wrapped(partial(loss or partial(self._pass_loss, item), given, share))
                 self.enter("backward")
-                total.backward()  # type: ignore[no-untyped-call]
+                self._carrier.begin_backward()
+                total.backward()
+                self._carrier.load(means, wish)
+                if final and self._averages:
+                    self._carrier.complete()
             if self._sam is not None:
                 self.enter("update")
                 self._sam.descend()
@@ -186,6 +189,7 @@ class Step:
             self._reducer.finish()
         if noise is not None:
             noise.finish(self.world)
+        self._first.tell_unused()
         self.enter("update")
         self.update()
         self.enter("other")
@@ -240,21 +244,26 @@ class Step:
         """
         for given, item in zip(inputs, passes, strict=True):
             self.statistics.use(item)
+            share, _ = self._terms(item, step_samples, item is passes[-1])
             with self._apart():
-                loss(given, *self._terms(item, step_samples, item is passes[-1])).backward()  # type: ignore[no-untyped-call]
+                total, _ = self._wrapped(partial(loss, given, share))
+                total.backward()
         self.forget()
 
     def forget(self) -> None:
         """Leave a step that was not finished."""
-        self._carrier.zero_grad(set_to_none=True)
+        self._carrier.forget()
         if self._reducer is not None:
             self._reducer.forget()
 
-    def loss(self, given: Inputs, share: float, wish: Tensor | None) -> Tensor:
-        """From inputs to what is differentiated, with nothing in it that only the first pass needs."""
+    def loss(self, given: Inputs, share: float) -> tuple[Tensor, Tensor]:
+        """From inputs to what is differentiated, and the metrics' means; nothing in it that only the first pass needs."""
         with autocast(self.config, self.world):
-            values = self.objective(self._view, self._make(given))
-        return self._weigh(values, share, wish)
+            values = self.objective(self.model, self._make(given))
+        return self._weigh(values, share)
+
+    def _pass_loss(self, item: Pass, given: Inputs, share: float) -> tuple[Tensor, Tensor]:
+        return self._weigh(self.values(self._make(given), item), share)
 
     def _apart(self) -> Any:
         """Gradients stay on this worker."""
@@ -264,13 +273,14 @@ class Step:
         """What a pass's mean loss counts for, and the wishes, which travel with the step's last."""
         return len(item.samples) * self._scale / step_samples, self._wish if final else None
 
-    def _weigh(self, values: dict[str, Tensor], share: float, wish: Tensor | None) -> Tensor:
-        return values["loss"].mean() * share + self._carrier.load(values, self.metrics, share, wish)
+    def _weigh(self, values: dict[str, Tensor], share: float) -> tuple[Tensor, Tensor]:
+        means = torch.stack([values[name].detach().float().mean() for name in self.metrics])
+        return values["loss"].mean() * share, means * share
 
     def read(self, values: Sequence[float]) -> tuple[dict[str, float], tuple[bool, bool]]:
         """A step's metrics by name, and the wishes: to write a checkpoint, to stop."""
-        save, stop = values[MOST_METRICS : MOST_METRICS + WISHES]
-        noise = dict(zip(_NOISE, values[MOST_METRICS + WISHES :], strict=False))
+        save, stop = values[MOST_METRICS:FREIGHT]
+        noise = dict(zip(_NOISE, values[FREIGHT:], strict=False))
         return dict(zip(self.metrics, values, strict=False)) | noise, (save > 0, stop > 0)
 
     def explain(self, row: Mapping[str, float], lr: float) -> tuple[dict[str, float], float]:
@@ -285,15 +295,15 @@ class Step:
             found["gain"] = float(adascale_gain(state, self._full, self.config.reference_batch))
         return found, lr * found.get("gain", 1.0)
 
-    def _forward(self, batch: Batch, item: Pass) -> dict[str, Tensor]:
-        if not self._looked:
-            return self._forward_first(batch, item)
-        return self._objective(self._view, batch, item)
+    def values(self, batch: Batch, item: Pass) -> dict[str, Tensor]:
+        """The objective's values for a pass."""
+        return self._first(batch, item) if self._first.left else self.call_objective(batch, item)
 
-    def _objective(self, model: nn.Module, batch: Batch, item: Pass) -> dict[str, Tensor]:
+    def call_objective(self, batch: Batch, item: Pass) -> dict[str, Tensor]:
+        """The objective's values, with nothing looked for."""
         with autocast(self.config, self.world):
             try:
-                return self.objective(model, batch)
+                return self.objective(self.model, batch)
             except ValueError as error:
                 if "more than 1 value per channel" not in str(error):
                     raise
@@ -302,97 +312,7 @@ class Step:
                     " use a larger --global-batch, fewer virtual workers, or a smaller --accumulate"
                 ) from error
 
-    def _forward_first(self, batch: Batch, item: Pass) -> dict[str, Tensor]:
-        """A pass that also looks for what would make the model depend on the number of workers, as far as one pass shows it."""
-        self._looked = True
-        # In exact mode passes do not depend on it, and a norm over the whole step has no parts to compare.
-        together = len(item.parts) > 1 and self.config.reduce == "fast" and not self.statistics.over_workers
-        alone = self._loss_alone(batch, item) if together else None
-        buffers, random = self._look()
-        values = self._objective(self._view, batch, item)
-        self.metrics = check_values(values, len(item.samples))
-        buffers_after, random_after = self._look()
-        self.random = random != random_after
-        changed = next((name for name, seen in buffers_after.items() if seen != buffers.get(name)), None)
-        if changed is not None and self.config.reduce == "exact":
-            raise UsageError(
-                f"--reduce exact: the forward pass changes the buffer {changed}, which is no batch norm's and would depend on"
-                " the number of workers; use --reduce fast"
-            )
-        if alone is not None and self.random:
-            self.say(
-                f"the model draws random numbers while {len(item.parts)} parts run together: every part has its own, but which"
-                " ones depends on the number of workers; --parts-at-once 1 keys them by part"
-            )
-        elif alone is not None and not _close(values["loss"].detach()[:: len(item.parts)], alone):
-            raise UsageError(
-                f"a part's loss beside {len(item.parts) - 1} other part(s) is not what it is alone: the model or the objective"
-                " looks across the samples of a batch; use --parts-at-once 1"
-            )
-        return values
-
-    def _look(self) -> tuple[dict[str, tuple[int, int]], bytes]:
-        """What a forward pass may change that parts share: buffers, and random numbers."""
-        parted = self.statistics.names(self.model)
-        buffers = {name: (id(b), b._version) for name, b in self.model.named_buffers() if name not in parted}
-        cuda = self.world.device.type == "cuda"
-        random = torch.cuda.get_rng_state(self.world.device) if cuda else torch.get_rng_state()
-        return buffers, random.numpy().tobytes()
-
-    @torch.no_grad()
-    def _loss_alone(self, batch: Batch, item: Pass) -> Tensor:
-        """The first part's loss without the others; nothing is left changed."""
-        count, part = len(item.parts), range(item.parts[0], item.parts[0] + 1)
-        kept = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        single = Pass(item.group, part, item.micro, item.last, item.samples[::count])
-        self.statistics.use(single)
-        with torch.random.fork_rng([self.world.device] if self.world.device.type == "cuda" else []):
-            values = self._objective(self.model, _every(batch, count, len(item.samples)), single)
-        self.statistics.use(item)
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(kept[name])
-        return values["loss"]
-
 
 def autocast(config: Config, world: World) -> torch.autocast:
     """bf16 where asked for; weights, gradients and optimizer state stay fp32."""
     return torch.autocast(world.device.type, torch.bfloat16, enabled=config.precision == "bf16")
-
-
-class _View:
-    """What the objective gets in training: called, it is the wrapped model; in all else, the model itself."""
-
-    def __init__(self, wrapped: nn.Module, model: nn.Module) -> None:
-        self._wrapped, self._model = wrapped, model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapped(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    """Equal up to the rounding of other kernels for other batches, bf16 included."""
-    near = 0.05 * float(one.float().abs().mean())
-    return torch.allclose(one.float(), other.float(), rtol=0.05, atol=near, equal_nan=True)
-
-
-def _every(batch: Any, step: int, samples: int) -> Any:
-    """Every so many samples of a batch, whatever it is made of."""
-    return map_tensors(lambda tensor: tensor[::step] if tensor.dim() and len(tensor) == samples else tensor, batch)
-
-
-def check_values(values: dict[str, Tensor], size: int) -> tuple[str, ...]:
-    """The objective's metrics, loss first; a UsageError where it does not keep its promise."""
-    if "loss" not in values:
-        raise UsageError(f"the task's objective returned {sorted(values)}: it must return a dict with 'loss'")
-    if len(values) > MOST_METRICS:
-        raise UsageError(f"the task's objective returned {len(values)} metrics: at most {MOST_METRICS} are carried")
-    for name, value in values.items():
-        if not isinstance(value, Tensor) or value.shape != (size,):
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise UsageError(
-                f"the task's objective returned {name!r} as {found}: it must hold one value a sample, shape ({size},)"
-            )
-    return ("loss", *(name for name in values if name != "loss"))

@@ -14,7 +14,7 @@ those of one machine are, others are aligned by leaving barriers together, good 
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,8 @@ class Timed:
 class Clock:
     """Times the steps of one worker; `on` says whether it does so now."""
 
-    def __init__(self, world: World, parameters: Iterable[nn.Parameter] = (), detailed: bool = False) -> None:
-        """`parameters` are those whose gradients DDP averages, where it does: the last to come ends what hides that.
+    def __init__(self, world: World, last: nn.Parameter | None = None, detailed: bool = False) -> None:
+        """`last` is the parameter whose gradient comes last, where DDP averages: it ends what hides the averaging.
 
         In a CUDA graph every stamp costs each replay some 4 us. So unless `detailed`, a graph has those alone that tell
         communication from the rest, and on one worker none: forward, backward and optimizer are then all compute.
@@ -91,11 +91,8 @@ class Clock:
         """What a step enters when it replays a graph: up to the graph's first stamp."""
         self._world, self._offset_s = world, 0.0
         self._aligned = world.size == 1
-        self._hooks: dict[int, Any] = {}
-        self._seen: set[int] = set()
-        for number, parameter in enumerate(parameters):
-            hooked: Any = parameter
-            self._hooks[number] = hooked.register_post_accumulate_grad_hook(self._hook(number))
+        if last is not None:
+            last.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
 
     def begin(self, step: int) -> None:
         """A step begins, and the one before it ends."""
@@ -196,22 +193,13 @@ class Clock:
         now = time.perf_counter() - self._offset_s
         return lambda event: now - event.elapsed_time(base) / 1e3
 
-    def _hook(self, number: int) -> Callable[[Tensor], None]:
-        """Notes that a gradient is ready; after the first backward pass that of the last parameter alone is left to do so."""
-
-        def ready(_: Tensor) -> None:
-            self._seen.add(number)
-            if len(self._seen) == len(self._hooks) > 1:
-                for other in self._seen - {number}:
-                    self._hooks.pop(other).remove()
-                self._seen = {number}
-            if self._gpu and torch.cuda.is_current_stream_capturing():
-                if self._recorded is not None and self._recorded_phases:
-                    self._recorded.ready = self._stamp(recorded=True)
-            elif self._now is not None:
-                self._now.ready = self._stamp()
-
-        return ready
+    def _ready(self, _: Tensor) -> None:
+        """The last gradient is there."""
+        if self._gpu and torch.cuda.is_current_stream_capturing():
+            if self._recorded is not None and self._recorded_phases:
+                self._recorded.ready = self._stamp(recorded=True)
+        elif self._now is not None:
+            self._now.ready = self._stamp()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import UsageError
-from paceline.models.norms import PartNorm, SyncNorm, can_group, group_batch_norms, make_norm
+from paceline.models.norms import PartNorm, can_group, group_batch_norms, make_norm
+from paceline.models.sync import SyncNorm
 
 CHANNELS = 3
 SIDES = {1: (), "sequence": (6,), 2: (4, 5), 3: (2, 3, 4)}

@@ -17,7 +17,8 @@ from paceline.config import make_config
 from paceline.data.loaders import Arrays
 from paceline.dist.world import World, world
 from paceline.errors import WorkersDisagree
-from paceline.models.norms import PartNorm, SyncNorm
+from paceline.models.norms import PartNorm
+from paceline.models.sync import SyncNorm
 from paceline.training.build import Run, build
 from paceline.training.ema import Ema
 from paceline.training.evaluate import Averaged

@@ -17,7 +17,7 @@ from paceline.config import make_config
 from paceline.data.loaders import Arrays
 from paceline.dist.world import World, world
 from paceline.errors import Stopped, UsageError
-from paceline.models.norms import SyncNorm
+from paceline.models.sync import SyncNorm
 from paceline.training.build import build
 from paceline.training.keeper import Keeper
 from paceline.training.loop import fit

@@ -18,7 +18,8 @@ from paceline.config import Config
 from paceline.data.sampler import Sampler
 from paceline.dist.world import World
 from paceline.errors import UsageError
-from paceline.models.norms import PartNorm, SyncNorm, group_batch_norms
+from paceline.models.norms import PartNorm, group_batch_norms
+from paceline.models.sync import SyncNorm
 from paceline.training.parts import Pass, Statistics, choose_grouping, deal_parts, plan_epoch, plan_step
 
 
