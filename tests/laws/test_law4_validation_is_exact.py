@@ -1,15 +1,17 @@
 """Law 4: every validation sample counts once, for every number of workers: nothing padded, nothing dropped."""
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from harness.processes import run_workers
-from harness.training import Trained, blobs, train_in
+from harness.training import Trained, blobs, first_two, train_in
 from paceline.data.loaders import Arrays
 from paceline.dist.world import World
-from paceline.training.task import Task
+from paceline.training.task import Task, classify
 
 
 def numbers(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -45,3 +47,24 @@ def test_every_sample_counts_once_on_any_number_of_workers() -> None:
                 assert row["val_square"] == sum(n * n for n in range(samples)) / samples
             untrained.add((frozen.watcher.epochs[0]["val_loss"], frozen.watcher.epochs[0]["val_accuracy"]))
     assert len(untrained) == 1, "one and the same model must get the same numbers bit for bit, whoever counts"
+
+
+def drawing(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Draws random numbers in validation, as a variational autoencoder does: from every generator there is."""
+    noise = torch.randn(batch[0].shape) + float(np.random.rand()) + random.random()
+    return first_two(classify())(model, (batch[0] + 0.3 * noise, *batch[1:]))
+
+
+def validate_drawing(world: World) -> Trained:
+    options = {"epochs": 3, "virtual_workers": 3, "reduce": "exact", "target_accuracy": 0.7}
+    return train_in(world, blobs(validation=77, objective=drawing), options)
+
+
+def test_random_numbers_of_a_validation_do_not_depend_on_the_number_of_workers() -> None:
+    (alone,) = run_workers(validate_drawing, 1)
+    losses = [row["val_loss"] for row in alone.watcher.epochs]
+    assert len(set(losses)) == len(losses)
+    for workers in (2, 3):
+        for other in run_workers(validate_drawing, workers):
+            assert [row["val_loss"] for row in other.watcher.epochs] == losses
+            assert other.result.model_sha256 == alone.result.model_sha256, "another epoch reached the target"

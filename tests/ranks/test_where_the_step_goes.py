@@ -157,9 +157,8 @@ def test_a_timeline_has_every_worker_and_every_bucket() -> None:
     assert (about["workers"], about["steps"]) == (2, [11, 12, 13, 14, 15])
     buckets = about["buckets"]
     assert len(buckets) >= 2
-    assert sum(bucket["bytes"] for bucket in buckets) == nbytes + (18 + 6) * 4, (
-        "all gradients, the metrics and a flag for each parameter, once"
-    )
+    ours = (18 + 6) * 4  # the metrics, and a flag for each of six parameters
+    assert sum(bucket["bytes"] for bucket in buckets) == nbytes + ours, "all gradients once"
     names = [name for bucket in buckets for name in bucket["parameters"]]
     assert sorted(names) == sorted(["(metrics)", *(f"{i}.weight" for i in (0, 2, 4, 6, 8)), "8.bias"])
     assert names.index("8.weight") < names.index("0.weight"), "the last layer's gradients are ready first"

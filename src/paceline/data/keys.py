@@ -63,6 +63,15 @@ def seed_sample(seed: int) -> None:
     random.seed(seed)
 
 
+def random_state(device: torch.device | None = None) -> bytes:
+    """The state of every generator that `seed_all` seeds: it differs when somebody has drawn a number."""
+    _, words, position, *_ = np.random.get_state()
+    state = [torch.get_rng_state().numpy().tobytes(), np.asarray(words).tobytes(), repr((position, random.getstate())).encode()]
+    if device is not None and device.type == "cuda":
+        state.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return b"".join(state)
+
+
 def _mix(x: int) -> int:
     z = (x + _GOLDEN) & _MASK
     z = ((z ^ (z >> 30)) * _MIX1) & _MASK

@@ -15,23 +15,27 @@ from torch.utils.data import Dataset
 
 from paceline import models
 from paceline.config import Config
-from paceline.data.keys import key, seed_all, seed_sample
-from paceline.data.loaders import Arrays, Loader, Resident, make_loader
+from paceline.data.augment import Images
+from paceline.data.keys import key, random_state, seed_all, seed_sample
+from paceline.data.loaders import Arrays, Loader, Resident, make_loader, tensors_in
 from paceline.data.sampler import Sampler
 from paceline.dist.agree import agreed, check_agreement, fingerprints
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.models.norms import PartNorm, can_group, group_batch_norms
+from paceline.models.sync import replace_sync_batch_norms
 from paceline.optim import make_optimizer
 from paceline.optim.muon import describe_split
 from paceline.training.contract import Contract, make_contract, plan_run
 from paceline.training.exact import same_bits
+from paceline.training.first import every
 from paceline.training.noise import Noise
 from paceline.training.parts import Grouping, Pass, choose_grouping, deal_parts, measures_noise, plan_epoch
 from paceline.training.step import Step
 from paceline.training.task import Task
 
 _INIT, _DATA = 0x1217, 0xDA7A  # keep the numbers that make models and data apart from those of step 0
+_TRIED = 4  # samples of each of two parts that a task's prepare is tried on
 _SAME_DATA = "the task must make the same data in every worker"
 _SAME_MODEL = "the task must make the same model in every worker; torch, numpy and random are seeded before it is called"
 
@@ -86,6 +90,11 @@ def _build(task: Task, config: Config, world: World) -> Run:
     model = (task.model() if task.model else _model(config, task, train)).to(world.device)
     notes = _check_norm_part(model, config.norm_part)
     grouping = choose_grouping(model, config, sampler.parts, world.size)
+    if grouping.at_once > 1 and not grouping.one_pass:
+        grouping, said = _keep_apart(grouping, _why_apart(task, train, config, sampler, world), config)
+        notes += said
+    if world.device.type == "cpu":
+        replace_sync_batch_norms(model)
     exact = config.reduce == "exact"
     if exact:  # DDP would give everyone rank 0's
         check_agreement(dict(model.state_dict()), world, "about the untrained model", _SAME_MODEL)
@@ -147,6 +156,46 @@ def _check_norm_part(model: nn.Module, norm_part: int) -> tuple[str, ...]:
         raise UsageError(f"--norm-part {norm_part} cannot cut its batch: {why}; leave --norm-part out")
     plain = any(isinstance(module, _BatchNorm) and not isinstance(module, PartNorm) for module in model.modules())
     return () if plain or not norm_part else (f"--norm-part {norm_part} changes nothing: the model has no plain batch norm",)
+
+
+def _keep_apart(grouping: Grouping, why: str, config: Config) -> tuple[Grouping, tuple[str, ...]]:
+    """Run parts in turn where the task's `prepare` needs that. Where the user asked for several at once, say what follows."""
+    if not why:
+        return grouping, ()
+    if config.parts_at_once:
+        return grouping, (f"--parts-at-once {config.parts_at_once}: {why}, so the model depends on the number of workers",)
+    return Grouping(1, f"in turn: {why}"), ()
+
+
+def _why_apart(task: Task, train: Any, config: Config, sampler: Sampler, world: World) -> str:
+    """Why parts must not be prepared in one batch: `prepare` draws random numbers, or mixes samples (as MixUp does). "" where
+    they may. Collective: call on every rank.
+    """
+    if task.prepare is None or isinstance(task.prepare, Images):
+        return ""
+    samples, seeded, why = sampler.order(0)[: 2 * _TRIED], b"", ""
+
+    def seed(i: int) -> None:
+        nonlocal seeded
+        seed_all(key(config.seed, _DATA, 2), world.device)
+        seeded = random_state(world.device)
+
+    try:
+        loader = make_loader(train, "auto", task.prepare, world.device, 0, config.seed)
+        together, alone = loader.batches([samples, samples[::2]], 0, seed)
+        if random_state(world.device) != seeded:
+            why = "the task's prepare draws random numbers"
+        elif not _same(every(together, 2, len(samples)), alone):
+            why = "the task's prepare looks across the samples of a batch"
+    except Exception:  # a mistake in the task: the first step shows it
+        why = ""
+    return agreed(world, why)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two batches hold equal tensors."""
+    pairs = zip(tensors_in(one), tensors_in(other), strict=True)
+    return all(a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=1e-4, equal_nan=True) for a, b in pairs)
 
 
 def _make_noise(model: nn.Module, sampler: Sampler, dealt: list[list[range]], world: World) -> Noise:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from paceline.data.keys import random_state
 from paceline.data.loaders import Batch, map_tensors
 from paceline.errors import UsageError
 from paceline.training.carrier import MOST_METRICS
@@ -96,8 +97,7 @@ class FirstPasses:
         model, device = self._step.model, self._step.world.device
         parted = self._step.statistics.names(model)
         buffers = {name: (id(b), b._version) for name, b in model.named_buffers() if name not in parted}
-        random = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-        return buffers, random.numpy().tobytes()
+        return buffers, random_state(device)
 
     @torch.no_grad()
     def _loss_alone(self, batch: Batch, item: Pass) -> Tensor:
