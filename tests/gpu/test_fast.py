@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from harness.training import Trained, blobs, train_in
+from paceline.config import make_config
 from paceline.dist.world import World, world
 from paceline.training import fast, tasks
 from paceline.training import step as step_module
@@ -94,7 +95,7 @@ def test_dropout_draws_what_the_plain_step_draws(here: World, mode: str) -> None
 def test_ddp_over_nccl_is_part_of_the_graph(here: World, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One NCCL worker that averages with nobody: the hooks, buckets and collectives are those of many."""
     slow = images(here, {"fast": "off"})
-    monkeypatch.setattr(step_module, "_alone", lambda world: False)
+    monkeypatch.setattr(step_module, "averages", lambda world, config: True)
     monkeypatch.setattr(fast, "_warm_ups", lambda run: 11)
     quick = images(here, {"fast": mode})
     assert note(quick).startswith("the step is captured"), note(quick)
@@ -106,11 +107,45 @@ def test_validation_is_the_same_replayed(here: World) -> None:
     run = build(task, config, here)
     fast.prepare(run, 0)
     replayed = Validation(run.step, run.validation, run.validation_samples)
-    first, second = replayed(), replayed()
+    first, second = replayed(0), replayed(0)
     assert replayed._graph is not None
     run.step.captured = None
-    plain = Validation(run.step, run.validation, run.validation_samples)()
+    plain = Validation(run.step, run.validation, run.validation_samples)(0)
     assert first == second == plain
+
+
+class Tuned(nn.Module):
+    """Frozen weights, a batch norm kept in evaluation, and a layer that no pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU()), nn.Linear(8, 3)
+        self.never = nn.Linear(8, 3)
+        self.body.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> "Tuned":
+        super().train(mode)
+        self.body.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"virtual_workers": 4}, {"virtual_workers": 4, "reduce": "exact"}])
+@pytest.mark.parametrize("ddp", [False, True])
+def test_frozen_and_unused_parameters(here: World, options: dict[str, Any], ddp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured on one worker; with DDP, which asks the GPU who used what, plain. Nothing moves what was not used."""
+    common = {"epochs": 2, "reference_batch": 20, "global_batch": 20, "precision": "fp32", "weight_decay": 0.1, **options}
+    slow = train_in(here, replace(blobs(200), model=Tuned), {**common, "fast": "off"})
+    if ddp:
+        monkeypatch.setattr(step_module, "averages", lambda world, config: config.reduce == "fast")
+    quick = train_in(here, replace(blobs(200), model=Tuned), common)
+    captured = not ddp or "reduce" in options
+    assert note(quick).startswith("the step is captured" if captured else "the step is not captured"), quick.watcher.notes
+    np.testing.assert_allclose(losses(slow), losses(quick), rtol=1e-3)
+    untrained = build(replace(blobs(200), model=Tuned), make_config(blobs().defaults), here).step.model
+    np.testing.assert_array_equal(quick.weights["never.weight"], untrained.never.weight.detach().cpu().numpy())
 
 
 class Words(Dataset[Any]):

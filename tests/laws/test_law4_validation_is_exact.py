@@ -52,7 +52,8 @@ def test_every_sample_counts_once_on_any_number_of_workers() -> None:
 def drawing(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """Draws random numbers in validation, as a variational autoencoder does: from every generator there is."""
     noise = torch.randn(batch[0].shape) + float(np.random.rand()) + random.random()
-    return first_two(classify())(model, (batch[0] + 0.3 * noise, *batch[1:]))
+    values: dict[str, Tensor] = first_two(classify())(model, (batch[0] + 0.3 * noise, *batch[1:]))
+    return {**values, "drawn": noise[:, 0]}
 
 
 def validate_drawing(world: World) -> Trained:
@@ -63,7 +64,8 @@ def validate_drawing(world: World) -> Trained:
 def test_random_numbers_of_a_validation_do_not_depend_on_the_number_of_workers() -> None:
     (alone,) = run_workers(validate_drawing, 1)
     losses = [row["val_loss"] for row in alone.watcher.epochs]
-    assert len(set(losses)) == len(losses)
+    drawn = [row["val_drawn"] for row in alone.watcher.epochs]
+    assert len(set(drawn)) == len(drawn) > 1, "an epoch draws its own numbers"
     for workers in (2, 3):
         for other in run_workers(validate_drawing, workers):
             assert [row["val_loss"] for row in other.watcher.epochs] == losses

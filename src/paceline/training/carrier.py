@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.config import Config
 from paceline.dist.reduce import ExactReducer, Workers
 from paceline.dist.world import World
 
 MOST_METRICS = 16
 WISHES = 2  # to write a checkpoint, to stop: they ride with the metrics, so that all workers learn of them at the same step
 FREIGHT = MOST_METRICS + WISHES
+_MOST_PATTERNS = 1000
 
 
 class Carrier(nn.Module):
@@ -42,7 +44,7 @@ class Carrier(nn.Module):
         self.register_buffer("_nothing", torch.zeros(FREIGHT), persistent=False)
         self._freight: Tensor | None = None
         self._arrived: list[Tensor] = []
-        self._flags: tuple[tuple[bool, ...], Tensor] = ((), self._nothing)
+        self._flags: dict[tuple[bool, ...], Tensor] = {}
 
     def forward(self, work: Callable[[], Any]) -> Any:
         return work()
@@ -69,10 +71,12 @@ class Carrier(nn.Module):
         self._freight = None
 
     def flags(self, used: tuple[bool, ...]) -> Tensor:
-        """1 for each parameter that is used. Kept from step to step, because it rarely changes."""
-        if used != self._flags[0]:
-            self._flags = used, torch.tensor(used, dtype=self.cargo.dtype, device=self.cargo.device)
-        return self._flags[1]
+        """1 for each parameter that is used. Kept: a model has few such patterns, and a copy to a GPU would wait for it."""
+        if used not in self._flags:
+            if len(self._flags) == _MOST_PATTERNS:
+                self._flags.clear()
+            self._flags[used] = torch.tensor(used, dtype=self.cargo.dtype, device=self.cargo.device)
+        return self._flags[used]
 
     def watch_arrivals(self) -> None:
         """Note from now on which gradients a backward pass brings: 0.1 us each."""
@@ -145,13 +149,16 @@ class Reducer:
         self._used = ()
 
 
-def wrap(carrier: Carrier, world: World) -> Any:
-    """DDP around the carrier where there is more than one worker.
+def averages(world: World, config: Config) -> bool:
+    """Whether DDP averages the workers' gradients."""
+    return world.size > 1 and config.reduce == "fast"
+
+
+def wrap(carrier: Carrier) -> DistributedDataParallel:
+    """DDP around the carrier. Collective: call on every rank.
 
     Buffers are not broadcast: each part's batch norm has statistics of its own, averaged when they are needed.
     """
-    if world.size == 1:
-        return carrier
     flags = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in flags else "broadcast_buffers"  # torch 2.13 renamed it
     keep: dict[str, Any] = {name: False}

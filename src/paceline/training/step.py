@@ -22,7 +22,7 @@ from paceline.dist.watch import PHASES as WATCHED
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim.schedules import Schedule
-from paceline.training.carrier import FREIGHT, MOST_METRICS, WISHES, Carrier, Reducer, wrap
+from paceline.training.carrier import FREIGHT, MOST_METRICS, WISHES, Carrier, Reducer, averages, wrap
 from paceline.training.ema import Ema
 from paceline.training.first import FirstPasses
 from paceline.training.gradients import Jitter, Sam
@@ -86,10 +86,9 @@ class Step:
         self._jitter = Jitter(trained, config.gradient_noise, config.seed) if config.gradient_noise else None
         self.ema = Ema(model, config.ema) if config.ema else None
         self.local = Local(self, parts, groups) if config.local_steps else None
-        self._averages = self._reducer is None and world.size > 1
-        """Whether DDP averages gradients."""
+        self._averages = averages(world, config)
         self.clock = Clock(world, self._carrier.cargo if self._averages else None, config.profile)
-        self._wrapped = cast(Any, wrap(self._carrier, world) if self._averages else self._carrier)
+        self._wrapped = cast(Any, wrap(self._carrier) if self._averages else self._carrier)
         if self._averages and (noise is not None or config.profile):
             self._wrapped.register_comm_hook(dist.group.WORLD, self._look_and_average)
         self._wish = torch.zeros(WISHES, device=world.device)
