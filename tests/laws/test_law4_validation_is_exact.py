@@ -57,7 +57,7 @@ def drawing(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
 
 
 def validate_drawing(world: World) -> Trained:
-    options = {"epochs": 3, "virtual_workers": 3, "reduce": "exact", "target_accuracy": 0.7}
+    options = {"epochs": 6, "virtual_workers": 3, "reduce": "exact", "target_accuracy": 0.8}
     return train_in(world, blobs(validation=77, objective=drawing), options)
 
 
