@@ -29,8 +29,9 @@ class Task:
     objective: Objective
     """Calls the model on a batch and returns a dict of tensors with one value a sample: "loss" is what is minimised (its mean
     over the step), everything else is averaged and reported. One value a sample is what makes the tail of an epoch and
-    validation exact. Gradients are averaged over workers for what goes through `model(...)` itself. On a GPU a step is
-    recorded once and replayed (`--fast`): what Python itself does here is then not done again."""
+    validation exact. `model` is the one that the task made: call it, or any of its layers. Training and validation may report
+    different metrics. On a GPU a step is recorded once and replayed (`--fast`): what Python itself does here is then not done
+    again."""
     model: Callable[[], nn.Module] | None = None
     """Makes the model, randomly initialised; None takes `--model` (images of shape C x H x W in, `classes` logits out)."""
     classes: int = 0
