@@ -19,7 +19,7 @@ from paceline.training.parts import Pass
 if TYPE_CHECKING:
     from paceline.training.step import Step
 
-_PASSES = 2  # a value that changes in the second pass as well is not a cache that the first one filled
+_PASSES = 2  # a value that changes in the second pass is not a cache that the first one filled
 
 
 class FirstPasses:
@@ -29,7 +29,6 @@ class FirstPasses:
         self._step = step
         self.left = _PASSES
         self._unused_told = False
-        self._changed: set[str] = set()
 
     def __call__(self, batch: Batch, item: Pass) -> dict[str, Tensor]:
         """The objective's values."""
@@ -37,13 +36,12 @@ class FirstPasses:
         state = module_state(self._step.model)
         values = self._first(batch, item) if self.left == _PASSES - 1 else self._step.call_objective(batch, item)
         after = module_state(self._step.model)
-        changed = {name for name, value in after.items() if name in state and state[name] != value}
-        if self.left == 0 and changed & self._changed and self._step.parts > 1:
+        changed = next((name for name, value in after.items() if state.get(name, value) != value), None)
+        if self.left == 0 and changed is not None and self._step.parts > 1:
             self._step.say(
-                f"the forward pass changes {min(changed & self._changed)}, a plain attribute: workers do not share it, so the"
-                " model may depend on the number of workers; keep such state in the optimizer's step or the sample's own data"
+                f"the forward pass changes {changed}, a plain attribute: each worker has its own, so the model may depend on the"
+                " number of workers"
             )
-        self._changed = changed
         return values
 
     def tell_unused(self) -> None:
