@@ -39,8 +39,8 @@ class FirstPasses:
         changed = next((name for name, value in after.items() if state.get(name, value) != value), None)
         if self.left == 0 and changed is not None and self._step.parts > 1:
             self._step.say(
-                f"the forward pass changes {changed}, a plain attribute: each worker has its own, so the model may depend on the"
-                " number of workers"
+                f"the forward pass changes {changed}, a plain attribute: each worker has its own, so the model may depend on"
+                " the number of workers"
             )
         return values
 
