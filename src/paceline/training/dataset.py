@@ -1,0 +1,181 @@
+"""Load a task's data, and check that all workers and all attempts of a run see the same.
+
+Arrays are compared by their bytes. A user's own Dataset is compared by its length and 18 of its items, each read twice: an item
+that differs between two readings on any worker says nothing and is left out.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from paceline.config import Config
+from paceline.data.keys import key, seed_sample
+from paceline.data.loaders import Arrays
+from paceline.dist.agree import check_agreement, fingerprints
+from paceline.dist.world import World
+from paceline.errors import UsageError, WorkersDisagree
+from paceline.training.task import Task
+
+_DATA = 0xDA7A  # keeps the numbers that make data apart from those of step 0
+_SAME_DATA = "the task must make the same data in every worker"
+_CAUSES = (
+    "the task must make the same data in every worker: pass generator=torch.Generator().manual_seed(0) to random_split, and"
+    " sort labels that come from a set"
+)
+_ITEMS = 16  # of a Dataset, besides the first and the last
+_MOST_WORDS = 1 << 24  # 8 bytes each, of an array: 128 MiB take 50 ms, all of Fashion-MNIST 17 ms
+
+
+def load_data(task: Task, config: Config, world: World) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any], str]:
+    """Both data sets and a hash of them. A node's first worker goes first: it may have to fetch them for the others.
+
+    Raises WorkersDisagree if workers see different data. Collective: call on every rank.
+    """
+    if world.local_rank == 0:
+        train, validation = _make(task, config)
+    world.barrier()
+    if world.local_rank != 0:
+        train, validation = _make(task, config)
+    digest = hashlib.sha256()
+    for data, which in ((train, "training"), (validation, "validation")):
+        facts = _facts(data)
+        check_agreement(facts, world, f"about the {which} data", _SAME_DATA)
+        digest.update(fingerprints(facts.values()).numpy().tobytes())
+        if not isinstance(data, Arrays):
+            digest.update(repr(_agree_on_items(data, which, config.seed, world)).encode())
+    if config.train_samples:
+        if not isinstance(train, Arrays):
+            raise UsageError("--train-samples needs data held in Arrays; cut your Dataset with torch.utils.data.Subset instead")
+        train = train.first(config.train_samples)
+    for data, which in ((train, "training"), (validation, "validation")):
+        if not count_samples(data):
+            raise UsageError(f"task {task.name}: its {which} data is empty")
+    return train, validation, digest.hexdigest()
+
+
+def count_samples(data: Arrays | Dataset[Any]) -> int:
+    """How many samples there are."""
+    return len(cast(Any, data))
+
+
+def _make(task: Task, config: Config) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any]]:
+    """Data made at random is the same on every worker: its numbers follow from the seed."""
+    seed_sample(key(config.seed, _DATA, 0))
+    train = task.train()
+    seed_sample(key(config.seed, _DATA, 1))
+    return train, task.validation()
+
+
+def _facts(data: Arrays | Dataset[Any]) -> dict[str, Tensor]:
+    """What all workers must have in common: the number of samples and the content of arrays."""
+    facts = {"samples": torch.tensor(count_samples(data))}
+    for i, tensor in enumerate(data.tensors if isinstance(data, Arrays) else ()):
+        words, rest = _words(tensor)
+        facts[f"array {i}"] = words[:: max(1, -(-words.numel() // _MOST_WORDS))]
+        facts[f"the end of array {i}"] = rest
+    return facts
+
+
+def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor's bytes as int64, for an eighth of the work, and the bytes that are left over."""
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if flat.storage_offset() % 8:  # torch only views aligned bytes as int64
+        flat = flat.clone()
+    whole = flat.numel() // 8 * 8
+    return flat[:whole].view(torch.int64), flat[whole:]
+
+
+def _agree_on_items(data: Dataset[Any], which: str, seed: int, world: World) -> list[str | None]:
+    """Hashes of some items, None for those that are not the same when read twice. Collective: call on every rank."""
+    samples = _choose_items(count_samples(data), seed)
+    rows = world.gather(_hash_items(data, samples, seed))
+    found = world.share(_compare(samples, rows) if rows else None)
+    if found["differs"] is not None:
+        sample, rank = found["differs"]
+        raise WorkersDisagree(
+            f"workers see different {which} data: item {sample} of {count_samples(data):,} on worker {rank} is not the one on"
+            f" worker 0; {_CAUSES}"
+        )
+    return list(found["hashes"])
+
+
+def _choose_items(count: int, seed: int) -> list[int]:
+    """The first, the last and a few in between."""
+    return sorted({0, count - 1, *(key(seed, _DATA, 2, n) % count for n in range(_ITEMS))}) if count else []
+
+
+def _hash_items(data: Dataset[Any], samples: list[int], seed: int) -> list[str | None]:
+    """A hash of each item where two readings agree, else None. Augmentation draws the same numbers both times."""
+    readings: list[list[str | None]] = []
+    for _ in range(2):
+        readings.append([])
+        for sample in samples:
+            seed_sample(key(seed, _DATA, sample))
+            readings[-1].append(hash_content(data[sample]))
+    return [first if first == second else None for first, second in zip(*readings, strict=True)]
+
+
+def _compare(samples: list[int], rows: list[list[str | None]]) -> dict[str, Any]:
+    """The first item that differs, with the worker; and the hashes of those that are stable on all workers."""
+    columns = list(zip(*rows, strict=True))
+    stable = [None not in column for column in columns]
+    differs = None
+    for sample, column, counts in zip(samples, columns, stable, strict=True):
+        if counts and differs is None:
+            differs = next(([sample, rank] for rank, each in enumerate(column) if each != column[0]), None)
+    hashes = [column[0] if counts else None for column, counts in zip(columns, stable, strict=True)]
+    return {"differs": differs, "hashes": hashes}
+
+
+def hash_content(item: Any) -> str | None:
+    """64 bits, in hex, of the numbers and texts in a sample, whatever it is made of. None if it cannot be hashed."""
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        _feed(digest, item)
+    except Exception:  # an exotic tensor or array: a check must not end a run that would have worked
+        return None
+    return digest.hexdigest()
+
+
+class _Digest(Protocol):
+    def update(self, data: Any, /) -> None: ...
+
+
+def _feed(digest: _Digest, item: Any) -> None:
+    """Each value with its type and size, so that no two samples read the same; objects of unknown types are left out."""
+    if isinstance(item, Tensor):
+        if item.layout == torch.strided:
+            digest.update(f"tensor {item.dtype} {tuple(item.shape)} ".encode())
+            plain = item.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
+            digest.update(plain.view(torch.uint8).numpy())
+    elif isinstance(item, np.ndarray | np.generic) and not item.dtype.hasobject:
+        digest.update(f"array {item.dtype.str} {item.shape} ".encode() + item.tobytes())
+    elif isinstance(item, np.ndarray) and item.dtype == object:
+        _feed(digest, item.tolist())
+    elif item is None or isinstance(item, bool | int | float | complex | str | bytes):
+        text = repr(item).encode()
+        digest.update(f"{type(item).__name__} {len(text)} ".encode() + text)
+    elif isinstance(item, Mapping):
+        _feed_parts(digest, "mapping", sorted(item.items(), key=lambda pair: str(pair[0])))
+    elif isinstance(item, AbstractSet):
+        _feed_parts(digest, "set", sorted(map(str, map(hash_content, item))))
+    elif isinstance(item, tuple | list):
+        _feed_parts(digest, "list", item)
+    elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+        _feed_parts(digest, "fields", [(each.name, getattr(item, each.name)) for each in dataclasses.fields(item)])
+    elif callable(getattr(item, "tobytes", None)):  # an image of PIL's, an array.array
+        about = [str(getattr(item, name, "")) for name in ("mode", "size", "typecode")]
+        _feed_parts(digest, type(item).__name__, [*about, item.tobytes()])
+
+
+def _feed_parts(digest: _Digest, kind: str, parts: Any) -> None:
+    digest.update(f"{kind} of {len(parts)} ".encode())
+    for part in parts:
+        _feed(digest, part)
