@@ -78,6 +78,7 @@ def _facts(data: Arrays | Dataset[Any]) -> dict[str, Tensor]:
     facts = {"samples": torch.tensor(count_samples(data))}
     for i, tensor in enumerate(data.tensors if isinstance(data, Arrays) else ()):
         words, rest = _words(tensor)
+        facts[f"the shape of array {i}"] = torch.tensor([*tensor.shape, *str(tensor.dtype).encode()])
         facts[f"array {i}"] = words[:: max(1, -(-words.numel() // _MOST_WORDS))]
         facts[f"the end of array {i}"] = rest
     return facts
