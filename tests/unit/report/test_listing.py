@@ -104,7 +104,7 @@ def test_what_is_listed(tmp_path: Path) -> None:
     listing = Listing(tmp_path)
     listing.look()
     assert ids(listing) == ["run", "study-x", "study-x/arm-0"]
-    assert listing.path("study-x/arm-0") == tmp_path.resolve() / "study-x" / "arm-0"
+    assert str(listing.path("study-x/arm-0")) == str(tmp_path.resolve() / "study-x" / "arm-0")
     for id in ("group", "no-record", "latest", "..", ".", "", "run/checkpoints", "study-x/../run"):
         assert listing.path(id) is None, id
 
