@@ -120,6 +120,21 @@ def test_a_record_that_becomes_a_link_is_listed_no_more(tmp_path: Path) -> None:
     assert (ids(listing), listing.path("run")) == ([], None)
 
 
+def test_a_record_that_becomes_a_link_just_before_it_is_read(tmp_path: Path) -> None:
+    record = small_run(tmp_path / "runs", "run")
+    elsewhere = small_run(tmp_path, "elsewhere")
+    (elsewhere / "result.json").write_text('{"status": "a secret"}')
+
+    def read(path: Any) -> dict[str, Any]:
+        record.rename(tmp_path / "before")
+        record.symlink_to(elsewhere)
+        return read_summary(path)
+
+    listing = Listing(tmp_path / "runs", read)
+    listing.look()
+    assert [each["status"] for each in listing.changes()["changed"]] == ["unknown"]
+
+
 def test_what_was_not_read_yet_has_no_path(tmp_path: Path) -> None:
     os.utime(small_run(tmp_path, "old"), ns=(0, 0))
     small_run(tmp_path, "new")
