@@ -1,7 +1,8 @@
 """Load a task's data, and check that all workers and all attempts of a run see the same.
 
-Arrays are compared by their bytes. A user's own Dataset is compared by its length and 18 of its items, each read twice: an item
-that differs between two readings on any worker says nothing and is left out.
+Arrays are compared by their bytes. A user's own Dataset is compared by its length and 18 of its items, each read twice. A part of
+the items, such as the image of (image, label), that ever differs between two readings is left out for all of them: one that is
+flipped at random by a generator of its own looks the same in every second pair of readings.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ _CAUSES = (
     "the task must make the same data in every worker: pass generator=torch.Generator().manual_seed(0) to random_split, and"
     " sort labels that come from a set"
 )
+_Hashes = dict[str, str | None]
 _ITEMS = 16  # of a Dataset, besides the first and the last
 _MOST_WORDS = 1 << 24  # 8 bytes each, of an array: 128 MiB take 50 ms, all of Fashion-MNIST 17 ms
 
@@ -93,16 +95,16 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return flat[:whole].view(torch.int64), flat[whole:]
 
 
-def _agree_on_items(data: Dataset[Any], which: str, seed: int, world: World) -> list[str | None]:
-    """Hashes of some items, None for those that are not the same when read twice. Collective: call on every rank."""
+def _agree_on_items(data: Dataset[Any], which: str, seed: int, world: World) -> list[_Hashes]:
+    """Hashes of some items, without the parts that are not reproducible. Collective: call on every rank."""
     samples = _choose_items(count_samples(data), seed)
     rows = world.gather(_hash_items(data, samples, seed))
-    found = world.share(_compare(samples, rows) if rows else None)
+    found = world.share(_compare(rows) if rows else None)
     if found["differs"] is not None:
-        sample, rank = found["differs"]
+        item, rank = found["differs"]
         raise WorkersDisagree(
-            f"workers see different {which} data: item {sample} of {count_samples(data):,} on worker {rank} is not the one on"
-            f" worker 0; {_CAUSES}"
+            f"workers see different {which} data: item {samples[item]} of {count_samples(data):,} on worker {rank} is not the one"
+            f" on worker 0; {_CAUSES}"
         )
     return list(found["hashes"])
 
@@ -112,27 +114,37 @@ def _choose_items(count: int, seed: int) -> list[int]:
     return sorted({0, count - 1, *(key(seed, _DATA, 2, n) % count for n in range(_ITEMS))}) if count else []
 
 
-def _hash_items(data: Dataset[Any], samples: list[int], seed: int) -> list[str | None]:
-    """A hash of each item where two readings agree, else None. Augmentation draws the same numbers both times."""
-    readings: list[list[str | None]] = []
+def _hash_items(data: Dataset[Any], samples: list[int], seed: int) -> list[_Hashes]:
+    """Hashes of each item's parts, None where two readings differ. Augmentation draws the same numbers both times."""
+    readings: list[list[_Hashes]] = []
     for _ in range(2):
         readings.append([])
         for sample in samples:
             seed_sample(key(seed, _DATA, sample))
-            readings[-1].append(hash_content(data[sample]))
-    return [first if first == second else None for first, second in zip(*readings, strict=True)]
+            readings[-1].append({name: hash_content(part) for name, part in _parts(data[sample]).items()})
+    pairs = zip(*readings, strict=True)
+    return [
+        {name: first.get(name) if first.get(name) == second.get(name) else None for name in first | second}
+        for first, second in pairs
+    ]
 
 
-def _compare(samples: list[int], rows: list[list[str | None]]) -> dict[str, Any]:
-    """The first item that differs, with the worker; and the hashes of those that are stable on all workers."""
-    columns = list(zip(*rows, strict=True))
-    stable = [None not in column for column in columns]
-    differs = None
-    for sample, column, counts in zip(samples, columns, stable, strict=True):
-        if counts and differs is None:
-            differs = next(([sample, rank] for rank, each in enumerate(column) if each != column[0]), None)
-    hashes = [column[0] if counts else None for column, counts in zip(columns, stable, strict=True)]
-    return {"differs": differs, "hashes": hashes}
+def _parts(item: Any) -> dict[str, Any]:
+    """What an item is made of, by name: the elements of a tuple, the values of a dict, else the whole."""
+    if isinstance(item, Mapping):
+        return {str(name): value for name, value in sorted(item.items(), key=lambda pair: str(pair[0]))}
+    return {str(i): value for i, value in enumerate(item)} if isinstance(item, tuple | list) else {"": item}
+
+
+def _compare(rows: list[list[_Hashes]]) -> dict[str, Any]:
+    """The hashes of all that is reproducible on all workers; and the first item in which that differs, with the worker."""
+    unstable = {name for row in rows for item in row for name, value in item.items() if value is None}
+    stable = [[{name: value for name, value in item.items() if name not in unstable} for item in row] for row in rows]
+    pairs = ((item, rank) for item in range(len(stable[0])) for rank in range(len(stable)))
+    return {
+        "differs": next(([item, rank] for item, rank in pairs if stable[rank][item] != stable[0][item]), None),
+        "hashes": stable[0],
+    }
 
 
 def hash_content(item: Any) -> str | None:
