@@ -1,8 +1,8 @@
 """Load a task's data, and check that all workers and all attempts of a run see the same.
 
-Arrays are compared by their bytes. A user's own Dataset is compared by its length and 18 of its items, each read twice. A part of
-the items, such as the image of (image, label), that ever differs between two readings is left out for all of them: one that is
-flipped at random by a generator of its own looks the same in every second pair of readings.
+Arrays are compared by their bytes. A user's own Dataset is compared by its length and 18 of its items, each read twice. A field
+of the items, such as the image in (image, label), is left out if it differs between two readings of any item: an image flipped
+by an unseeded generator looks the same in every second pair of readings.
 """
 
 import dataclasses
@@ -96,15 +96,15 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _agree_on_items(data: Dataset[Any], which: str, seed: int, world: World) -> list[_Hashes]:
-    """Hashes of some items, without the parts that are not reproducible. Collective: call on every rank."""
+    """Hashes of some items, without the fields that are not reproducible. Collective: call on every rank."""
     samples = _choose_items(count_samples(data), seed)
     rows = world.gather(_hash_items(data, samples, seed))
     found = world.share(_compare(rows) if rows else None)
     if found["differs"] is not None:
         item, rank = found["differs"]
         raise WorkersDisagree(
-            f"workers see different {which} data: item {samples[item]} of {count_samples(data):,} on worker {rank} is not the one"
-            f" on worker 0; {_CAUSES}"
+            f"workers see different {which} data: item {samples[item]} of {count_samples(data):,} on worker {rank} is not the"
+            f" one on worker 0; {_CAUSES}"
         )
     return list(found["hashes"])
 
@@ -115,21 +115,21 @@ def _choose_items(count: int, seed: int) -> list[int]:
 
 
 def _hash_items(data: Dataset[Any], samples: list[int], seed: int) -> list[_Hashes]:
-    """Hashes of each item's parts, None where two readings differ. Augmentation draws the same numbers both times."""
+    """Hashes of each item's fields, None where two readings differ. Augmentation draws the same numbers both times."""
     readings: list[list[_Hashes]] = []
     for _ in range(2):
         readings.append([])
         for sample in samples:
             seed_sample(key(seed, _DATA, sample))
-            readings[-1].append({name: hash_content(part) for name, part in _parts(data[sample]).items()})
-    pairs = zip(*readings, strict=True)
-    return [
-        {name: first.get(name) if first.get(name) == second.get(name) else None for name in first | second}
-        for first, second in pairs
-    ]
+            readings[-1].append({name: hash_content(value) for name, value in _fields(data[sample]).items()})
+    return [_same(first, second) for first, second in zip(*readings, strict=True)]
 
 
-def _parts(item: Any) -> dict[str, Any]:
+def _same(first: _Hashes, second: _Hashes) -> _Hashes:
+    return {name: first.get(name) if first.get(name) == second.get(name) else None for name in first | second}
+
+
+def _fields(item: Any) -> dict[str, Any]:
     """What an item is made of, by name: the elements of a tuple, the values of a dict, else the whole."""
     if isinstance(item, Mapping):
         return {str(name): value for name, value in sorted(item.items(), key=lambda pair: str(pair[0]))}
@@ -176,19 +176,19 @@ def _feed(digest: _Digest, item: Any) -> None:
         text = repr(item).encode()
         digest.update(f"{type(item).__name__} {len(text)} ".encode() + text)
     elif isinstance(item, Mapping):
-        _feed_parts(digest, "mapping", sorted(item.items(), key=lambda pair: str(pair[0])))
+        _feed_all(digest, "mapping", sorted(item.items(), key=lambda pair: str(pair[0])))
     elif isinstance(item, AbstractSet):
-        _feed_parts(digest, "set", sorted(map(str, map(hash_content, item))))
+        _feed_all(digest, "set", sorted(map(str, map(hash_content, item))))
     elif isinstance(item, tuple | list):
-        _feed_parts(digest, "list", item)
+        _feed_all(digest, "list", item)
     elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-        _feed_parts(digest, "fields", [(each.name, getattr(item, each.name)) for each in dataclasses.fields(item)])
+        _feed_all(digest, "fields", [(each.name, getattr(item, each.name)) for each in dataclasses.fields(item)])
     elif callable(getattr(item, "tobytes", None)):  # an image of PIL's, an array.array
         about = [str(getattr(item, name, "")) for name in ("mode", "size", "typecode")]
-        _feed_parts(digest, type(item).__name__, [*about, item.tobytes()])
+        _feed_all(digest, type(item).__name__, [*about, item.tobytes()])
 
 
-def _feed_parts(digest: _Digest, kind: str, parts: Any) -> None:
-    digest.update(f"{kind} of {len(parts)} ".encode())
-    for part in parts:
-        _feed(digest, part)
+def _feed_all(digest: _Digest, kind: str, values: Any) -> None:
+    digest.update(f"{kind} of {len(values)} ".encode())
+    for value in values:
+        _feed(digest, value)
