@@ -63,7 +63,7 @@ def augment(point: Tensor, label: int) -> Any:
 CASES: dict[str, Callable[[int], Any]] = {
     "labels": lambda rank: Own(lambda point, label: (point, [0, 1, 2][::-1][label] if rank else label)),
     "split": halves,
-    "augmented labels": lambda rank: Own(lambda point, label: (augment(point, label)[0], (label + rank) % 3)),
+    "augmented points": lambda rank: Own(lambda point, label: augment(point + rank, label)),
     "flipped, labels": lambda rank: flip(lambda label: (label + rank) % 3),
     "dict": lambda rank: Own(lambda point, label: {"label": label + rank, "time": time.time_ns()}),
     "length": lambda rank: Own(count=40 + rank),
@@ -80,7 +80,7 @@ CASES: dict[str, Callable[[int], Any]] = {
 REFUSED = {
     "labels": "workers see different {} data: item 0 of 40 on worker 1 is not the one on worker 0; ",
     "split": "workers see different {} data: item 0 of 30 on worker 1 is not the one on worker 0; ",
-    "augmented labels": "workers see different {} data: item 0 of 40 on worker 1 is not the one on worker 0; ",
+    "augmented points": "workers see different {} data: item 0 of 40 on worker 1 is not the one on worker 0; ",
     "flipped, labels": "workers see different {} data: item 0 of 40 on worker 1 is not the one on worker 0; ",
     "dict": "workers see different {} data: item 0 of 40 on worker 1 is not the one on worker 0; ",
     "length": "workers disagree about the {} data: 1 of 1 tensors differ (first: samples)",
