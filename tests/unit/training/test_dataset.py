@@ -147,11 +147,11 @@ def test_few_items_are_read(count: int) -> None:
 
 def test_arrays_of_any_type_size_and_place() -> None:
     """Bytes are compared eight at a time: what is left over, and what is not aligned, counts too."""
-    whole = torch.arange(103, dtype=torch.uint8)
+    whole = (torch.arange(5_003) % 251).to(torch.uint8)
     for begin in range(9):
         for last in (0, 1):
             values = whole[begin:].clone()
-            values[-1] += last
+            values[-1 if begin % 2 else 5] += last
             cut = torch.cat([torch.zeros(begin, dtype=torch.uint8), values])[begin:]  # not where torch would put it
             assert (digest(Arrays((cut,))) == digest(Arrays((whole[begin:],)))) == (last == 0)
     kinds = (torch.bool, torch.bfloat16, torch.complex128, torch.float64)
@@ -161,8 +161,11 @@ def test_arrays_of_any_type_size_and_place() -> None:
 
 def test_large_arrays_are_compared_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset, "_MOST_WORDS", 10)
+    monkeypatch.setattr(dataset, "_BLOCK", 2)
     data = Arrays((torch.arange(105),))
-    assert dataset._facts(data)["array 0"].tolist() == list(range(0, 105, 11))
+    facts = dataset._facts(data)
+    assert facts["array 0"].tolist() == [[n, n + 1] for n in range(0, 104, 22)]  # every eleventh block
+    assert facts["the end of array 0"].tolist() == [104, 0, 0, 0, 0, 0, 0, 0]
     assert digest(data) == digest(data)
 
 
