@@ -18,6 +18,7 @@ from paceline.data import fashion_mnist
 from paceline.dist.place import cores, read_place
 from paceline.dist.world import backends, interfaces
 from paceline.errors import PacelineError
+from paceline.training.precision import lists_amx, try_bf16
 
 _FREE_BYTES = 2 * 1024**3
 _ALL_REDUCE_S = 60
@@ -77,6 +78,29 @@ def _gpus() -> Iterator[Finding]:
         yield Finding(
             "ok", "gpu", f"{index}: {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, CUDA {torch.version.cuda}"
         )
+
+
+def _bf16() -> Iterator[Finding]:
+    """What `--precision auto` would find: a new trial, not the cached one, so that a changed machine can be seen again."""
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(index)
+            about = f"GPU {index}: compute capability {major}.{minor}"
+            if major >= 8:
+                yield Finding("ok", "bf16", f"works on {about}: --precision auto uses it")
+            else:
+                yield Finding("note", "bf16", f"{about} has no bf16 units: --precision auto uses fp32")
+        return
+    found, amx = try_bf16(torch.get_num_threads(), again=True), lists_amx()
+    if found.crash:
+        fix = "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 to use bf16 without AMX" if amx else ""
+        yield Finding("note", "bf16", f"crashes: {found.describe()}; --precision auto uses fp32", fix)
+    elif found.ratio is None:
+        yield Finding("note", "bf16", f"unknown: {found.describe()}; --precision auto uses fp32")
+    else:
+        speed = "slower" if found.ratio > 1 else "works"
+        why = "uses it" if found.pays and amx else "uses fp32" if amx else "uses fp32 on CPUs without AMX"
+        yield Finding("ok", "bf16", f"{speed}: {found.describe()}; --precision auto {why}")
 
 
 def _backends() -> Iterator[Finding]:
@@ -183,6 +207,7 @@ _CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _python,
     _torch,
     _gpus,
+    _bf16,
     _backends,
     _cores,
     _launcher,

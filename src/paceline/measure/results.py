@@ -81,6 +81,11 @@ def read_results(path: Path) -> dict[str, Any]:
         raise UsageError(f"cannot read results {path}: {error.strerror}; has the study been run?") from None
     except ValueError as error:
         raise UsageError(f"results {path} are not valid JSON: {error}") from None
+    return check_results(found, str(path))
+
+
+def check_results(found: Any, path: str) -> dict[str, Any]:
+    """What was read from `path`, if it is a study's results."""
     try:
         known = {"arms", "reference", "margin", "target_accuracy"} <= found["study"].keys() and found["metric"] in (
             "accuracy",

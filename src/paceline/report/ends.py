@@ -4,9 +4,9 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from paceline.report.confined import AnyPath
 from paceline.report.series import number
 
 _TAIL_BYTES = 8_192  # read row by row: the last few
@@ -26,7 +26,7 @@ class Ends:
     """Of the last `resume` row, whose run may have other workers than the one that began."""
 
 
-def read_ends(path: Path) -> Ends:
+def read_ends(path: AnyPath) -> Ends:
     """What the last rows say; what of it is not there, or too far from the end, is None."""
     found = Ends()
     try:
@@ -52,7 +52,7 @@ def read_ends(path: Path) -> Ends:
     return found
 
 
-def _last_bytes(path: Path) -> bytes:
+def _last_bytes(path: AnyPath) -> bytes:
     if not path.is_file():  # opening a pipe would wait for its writer
         return b""
     with path.open("rb") as file:

@@ -6,7 +6,8 @@ looked at each time, the others in turn, an eighth of them a time. Of a metrics.
 are read.
 
 Nothing here writes. Links are not followed where they lead out of the folder: folders that are links are left out (what they
-lead to inside is listed by itself), and a record whose files lead elsewhere is listed but not read.
+lead to inside is listed by itself), and a record whose files lead elsewhere is listed but not read. Records are read through
+`ConfinedPath`, which checks this again whenever a file is opened: a record may become a link after it was listed.
 """
 
 import json
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.report.confined import AnyPath, ConfinedPath
 from paceline.report.read import read_summary
 
 MARKS = frozenset(
@@ -36,7 +38,7 @@ Summary = dict[str, Any]
 class Listing:
     """The records in a folder and one level below. `look` brings it up to date; any thread may call it."""
 
-    def __init__(self, root: Path, read: Callable[[Path], Mapping[str, Any]] = read_summary) -> None:
+    def __init__(self, root: Path, read: Callable[[ConfinedPath], Mapping[str, Any]] = read_summary) -> None:
         self.root = root.resolve()
         self.version = 0
         """Grows with every change that `changes` tells about."""
@@ -65,10 +67,17 @@ class Listing:
                 "removed": [id for id, version in self._removed.items() if version > since] if since else [],
             }
 
-    def path(self, id: str) -> Path | None:
-        """A listed record's folder. What is not listed yet, or leads elsewhere, has none, whatever its name says."""
+    def knows(self, id: str) -> bool:
+        """Whether a record is listed and may be read, as of the last look."""
         folder = self._folders.get(id)
-        return folder.path if folder and folder.summary is not None and not folder.refused else None
+        return folder is not None and folder.summary is not None and not folder.refused
+
+    def path(self, id: str) -> ConfinedPath | None:
+        """A listed record's folder. What is not listed yet, or leads elsewhere by now, has none, whatever its name says."""
+        if not self.knows(id):
+            return None
+        path = ConfinedPath(self.root if id == "." else self.root / id, self.root)
+        return path if path.is_plain_folder() else None
 
     def marks(self, id: str) -> tuple[Any, ...]:
         """The times and sizes of a record's files but for metrics.jsonl: a change says that more than rows is new."""
@@ -143,7 +152,7 @@ class Listing:
         try:
             folder.refused = _leads_elsewhere(folder.path, [mark[0] for mark in folder.marks], self.root)
             if not folder.refused:
-                return {**self._read(folder.path), **about}
+                return {**self._read(ConfinedPath(folder.path, self.root)), **about}
             note = folder.refused
         except Exception as error:
             note = f"cannot be read: {type(error).__name__}: {error}"
@@ -153,7 +162,7 @@ class Listing:
 class Tail:
     """What is appended to a metrics.jsonl, from its end as it is when the tail is made."""
 
-    def __init__(self, record: Path) -> None:
+    def __init__(self, record: AnyPath) -> None:
         self._path = record / "metrics.jsonl"
         self._inode, self.end = self._start()
 
@@ -235,7 +244,9 @@ class _Folder:
 
     def look(self) -> tuple[bool, set[str] | None]:
         """Whether its files changed; and the folders in it, or None where names are as they were."""
-        about, first = os.stat(self.path), self.mtime_ns < 0
+        about, first = os.lstat(self.path), self.mtime_ns < 0
+        if not stat.S_ISDIR(about.st_mode):  # a link has taken its place
+            raise NotADirectoryError(self.path)
         if about.st_mtime_ns == self.mtime_ns and self._settled:
             found, names = _marks(self.path, [mark[0] for mark in self.marks]), None
         else:

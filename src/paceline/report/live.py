@@ -17,9 +17,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
+from paceline.report.confined import ConfinedPath
 from paceline.report.listing import Listing, Tail
 from paceline.report.page import finite
 from paceline.report.read import read_source
@@ -72,11 +72,13 @@ class Live:
                 self._watcher.cancel()
                 self._watcher = None
 
-    async def find(self, ids: Sequence[str]) -> list[Path]:
+    async def find(self, ids: Sequence[str]) -> list[ConfinedPath]:
         """The folders of those of these records that are listed."""
-        if any(self._listing.path(id) is None for id in ids):  # perhaps nobody has looked until now
+        paths = [await aside(self._listing.path, id) for id in ids]
+        if None in paths:  # perhaps nobody has looked until now
             await self._look(0, everything=True)
-        return [path for id in ids if (path := self._listing.path(id))]
+            paths = [await aside(self._listing.path, id) for id in ids]
+        return [path for path in paths if path is not None]
 
     def stop(self) -> None:
         """End all streams, so that a server that waits for them can end. Any thread may call it."""
@@ -118,10 +120,12 @@ class Live:
             self._tails.pop(gone)
         found: list[_Rows | str] = []
         for id in followed:
-            path, marks, tail = self._listing.path(id), self._listing.marks(id), self._tails.get(id)
-            if path is None or tail is None:
-                if path is not None or tail is not None:  # it came, or it went
+            known, marks, tail = self._listing.knows(id), self._listing.marks(id), self._tails.get(id)
+            if not known or tail is None:
+                if known or tail is not None:  # it came, or it went
                     found.append(id)
+                self._tails.pop(id, None)
+                if known:
                     await self._follow(id)
                 continue
             rows = await aside(tail.read)
@@ -134,9 +138,8 @@ class Live:
 
     async def _follow(self, id: str) -> int:
         """Have a tail on a record; returns where its rows end now."""
-        path = self._listing.path(id)
-        if path is None:
-            self._tails.pop(id, None)
+        path = await aside(self._listing.path, id)
+        if path is None:  # its tail stays until the watcher has told all who follow it
             return 0
         tail = await aside(Tail, path)
         if id not in self._tails:
@@ -149,7 +152,7 @@ class Live:
     async def _source(self, browser: "_Browser", id: str) -> str:
         """A record as a whole. Rows up to where it ends now are in it, and are not told again."""
         followed = browser.followed[id] = _Followed(end=await self._follow(id))
-        path, source = self._listing.path(id), None
+        path, source = await aside(self._listing.path, id), None
         if path is not None:
             begin = time.monotonic()
             source = await aside(_read_source, path, id)
@@ -289,7 +292,7 @@ def _event(name: str, data: Any, id: str = "") -> str:
     return f"event: {name}\n{f'id: {id}{chr(10)}' if id else ''}data: {_to_json(data)}\n\n"
 
 
-def _read_source(path: Path, id: str) -> dict[str, Any]:
+def _read_source(path: ConfinedPath, id: str) -> dict[str, Any]:
     """A record under the name the list has for it."""
     source = read_source(path)
     source |= {"id": id, "name": path.name if id == "." else id}

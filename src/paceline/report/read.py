@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.measure.results import read_results
+from paceline.measure.results import check_results
 from paceline.records import PARTS, unit_of
+from paceline.report.confined import AnyPath
 from paceline.report.ends import read_ends
 from paceline.report.facts import contract_lines, environment_lines
 from paceline.report.series import Columns, Metrics, number, read_metrics_columns, short, text, thin
@@ -41,7 +42,7 @@ _OF_A_RECORD = (
 _MOST_BYTES = 200_000_000  # of a JSON file that is read whole
 
 
-def read_source(path: Path) -> dict[str, Any]:
+def read_source(path: AnyPath) -> dict[str, Any]:
     """Everything a page shows of a folder or a file. `problems` says what is missing or broken; it never raises."""
     path = _folder_of(path)
     source: dict[str, Any] = {
@@ -75,7 +76,7 @@ def read_source(path: Path) -> dict[str, Any]:
     return source
 
 
-def read_summary(path: Path) -> dict[str, Any]:
+def read_summary(path: AnyPath) -> dict[str, Any]:
     """A line of a list of runs, cheap enough for thousands: reads no long file but its end. It never raises."""
     kind = kind_of(path)
     line: dict[str, Any] = {"id": str(path), "name": text(path.name, 200), "kind": kind, "path": str(path), "status": "unknown"}
@@ -108,7 +109,7 @@ def find_sources(folder: Path) -> list[Path]:
     return sorted((path for path in paths if kind_of(path) != "unknown"), key=lambda path: (_changed(path) or "", path))
 
 
-def kind_of(path: Path) -> str:
+def kind_of(path: AnyPath) -> str:
     """train, scale, study or unknown, by the files that are there."""
     if path.is_file():
         found = _read_json(path, [])
@@ -122,7 +123,7 @@ def kind_of(path: Path) -> str:
     return "study" if any((path / name).is_file() for name in STUDY_FILES) else "unknown"
 
 
-def is_running(metrics: Path) -> bool:
+def is_running(metrics: AnyPath) -> bool:
     """Whether somebody writes to this metrics.jsonl: its writer holds a lock on it. Ours is shared, so readers see no other."""
     try:
         if not metrics.is_file():  # opening a pipe would wait for its writer
@@ -134,12 +135,12 @@ def is_running(metrics: Path) -> bool:
     return False
 
 
-def _folder_of(path: Path) -> Path:
+def _folder_of(path: AnyPath) -> AnyPath:
     """A file that lies in a record stands for the record."""
     return path.parent if path.name in (*_OF_A_RECORD, "scale.json", *STUDY_FILES) and path.is_file() else path
 
 
-def _fill_train(source: dict[str, Any], path: Path) -> None:
+def _fill_train(source: dict[str, Any], path: AnyPath) -> None:
     problems = source["problems"]
     about = _read_object(path / "environment.json", problems, missing="environment.json is missing: no contract, no versions")
     result = _read_object(path / "result.json", problems)
@@ -180,7 +181,7 @@ def _fill_train(source: dict[str, Any], path: Path) -> None:
         source["landscape"] = view_landscape(_read_json(path / "landscape.json", problems), problems)
 
 
-def _fill_scale(source: dict[str, Any], path: Path) -> None:
+def _fill_scale(source: dict[str, Any], path: AnyPath) -> None:
     file = path if path.is_file() else path / "scale.json"
     found = _read_object(file, source["problems"])
     source["scale"] = view_scale(found, source["problems"])
@@ -194,10 +195,13 @@ def _fill_scale(source: dict[str, Any], path: Path) -> None:
     source["status"] = "done" if source["scale"] and source["scale"]["counts"] else "unknown"
 
 
-def _fill_study(source: dict[str, Any], path: Path) -> None:
+def _fill_study(source: dict[str, Any], path: AnyPath) -> None:
     file = path if path.is_file() else next(path / name for name in STUDY_FILES if (path / name).is_file())
+    found = _read_json(file, source["problems"])
+    if source["problems"]:
+        return
     try:
-        results = read_results(file)
+        results = check_results(found, str(file))
     except PacelineError as error:
         source["problems"].append(str(error))
         return
@@ -210,7 +214,7 @@ def _fill_study(source: dict[str, Any], path: Path) -> None:
     source["status"] = "running" if running else "done" if whole else "in part"
 
 
-def _fill_unknown(source: dict[str, Any], path: Path) -> None:
+def _fill_unknown(source: dict[str, Any], path: AnyPath) -> None:
     if not path.exists():
         source["problems"].append("there is no such file or folder")
     elif path.is_dir():
@@ -222,7 +226,7 @@ def _fill_unknown(source: dict[str, Any], path: Path) -> None:
         source["problems"] = source["problems"] or ["JSON, but neither results of a study nor a scale measurement"]
 
 
-def _line_of_train(line: dict[str, Any], path: Path) -> None:
+def _line_of_train(line: dict[str, Any], path: AnyPath) -> None:
     about, result = (_read_object(path / name, []) for name in ("environment.json", "result.json"))
     ends = read_ends(path / "metrics.jsonl")
     facts = _object(about.get("contract")) | ends.contract
@@ -242,7 +246,7 @@ def _line_of_train(line: dict[str, Any], path: Path) -> None:
         line[name] = _either(getattr(ends, name), line[name])
 
 
-def _status(path: Path, result: Mapping[str, Any]) -> str:
+def _status(path: AnyPath, result: Mapping[str, Any]) -> str:
     """How the run stands. While somebody writes to the record it is running, whatever an earlier attempt left."""
     if is_running(path / "metrics.jsonl"):
         return "running"
@@ -318,7 +322,7 @@ def _straggler(health: Columns) -> tuple[int | None, float | None]:
     return int(rank), math.fsum(lags) / len(lags) if lags else None
 
 
-def _read_object(path: Path, problems: list[str], missing: str = "") -> dict[str, Any]:
+def _read_object(path: AnyPath, problems: list[str], missing: str = "") -> dict[str, Any]:
     if not path.exists():
         problems += [missing] if missing else []
         return {}
@@ -329,7 +333,7 @@ def _read_object(path: Path, problems: list[str], missing: str = "") -> dict[str
     return _object(found)
 
 
-def _read_json(path: Path, problems: list[str]) -> Any:
+def _read_json(path: AnyPath, problems: list[str]) -> Any:
     try:
         if not path.is_file():  # nor would a pipe ever end
             problems.append(f"{path.name} is no file")
@@ -354,7 +358,7 @@ def _either(value: float | None, other: float | None) -> float | None:
     return other if value is None else value
 
 
-def _changed(path: Path) -> str | None:
+def _changed(path: AnyPath) -> str | None:
     """When a source last changed, for those that do not say when they began."""
     for name in ("metrics.jsonl", "scale.json", *STUDY_FILES, "environment.json", ""):
         try:

@@ -9,8 +9,9 @@ import math
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+from paceline.report.confined import AnyPath
 
 MOST_ROWS = 2_000
 _MOST_COLUMNS = 40
@@ -78,7 +79,7 @@ class Metrics:
     """Lines that hold no row of ours; one at the end that is still being written is not counted."""
 
 
-def read_metrics_columns(path: Path) -> Metrics:
+def read_metrics_columns(path: AnyPath) -> Metrics:
     """The rows of a metrics.jsonl as `records.read_metrics` would have them: what a resumed run did again is there once."""
     found = Metrics()
     if not path.is_file():  # opening a pipe would wait for its writer
@@ -137,7 +138,7 @@ def text(value: Any, most: int = 2_000) -> str:
     return words if len(words) <= most else words[:most] + " ..."
 
 
-def _rows(path: Path, found: Metrics) -> Iterator[dict[str, Any]]:
+def _rows(path: AnyPath, found: Metrics) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         for line in file:
             row = _decode(line)

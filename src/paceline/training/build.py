@@ -1,25 +1,21 @@
 """Put a run together: data, model, optimizer, step. What each worker needs before the first step."""
 
-import hashlib
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset
 
 from paceline import models
 from paceline.config import Config
 from paceline.data.augment import Images
-from paceline.data.keys import key, random_state, seed_all, seed_sample
+from paceline.data.keys import key, random_state, seed_all
 from paceline.data.loaders import Arrays, Loader, Resident, make_loader, tensors_in
 from paceline.data.sampler import Sampler
-from paceline.dist.agree import agreed, check_agreement, fingerprints
+from paceline.dist.agree import agreed, check_agreement
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.models.norms import PartNorm, can_group, group_batch_norms
@@ -27,16 +23,17 @@ from paceline.models.sync import replace_sync_batch_norms
 from paceline.optim import make_optimizer
 from paceline.optim.muon import describe_split
 from paceline.training.contract import Contract, make_contract, plan_run
+from paceline.training.dataset import count_samples, load_data
 from paceline.training.exact import same_bits
 from paceline.training.first import every
 from paceline.training.noise import Noise
 from paceline.training.parts import Grouping, Pass, choose_grouping, deal_parts, measures_noise, plan_epoch
+from paceline.training.precision import choose_precision
 from paceline.training.step import Step
 from paceline.training.task import Task
 
-_INIT, _DATA = 0x1217, 0xDA7A  # keep the numbers that make models and data apart from those of step 0
+_INIT = 0x1217  # keeps the numbers that make models apart from those of step 0
 _TRIED = 4  # samples of each of two parts that a task's prepare is tried on
-_SAME_DATA = "the task must make the same data in every worker"
 _SAME_MODEL = "the task must make the same model in every worker; torch, numpy and random are seeded before it is called"
 
 
@@ -78,14 +75,15 @@ class Run:
 
 def build(task: Task, config: Config, world: World) -> Run:
     """Load the data, make the model, work out the contract. Every worker reaches this."""
-    config = replace(config, precision=choose_precision(config.precision, world))
+    precision, notes = choose_precision(config, world)
     with same_bits(config):
-        return _build(task, config, world)
+        run = _build(task, replace(config, precision=precision), world)
+    return replace(run, notes=(*notes, *run.notes))
 
 
 def _build(task: Task, config: Config, world: World) -> Run:
-    train, validation, data_sha256 = _load(task, config, world)
-    sampler, schedule = plan_run(config, world, _count(train))
+    train, validation, data_sha256 = load_data(task, config, world)
+    sampler, schedule = plan_run(config, world, count_samples(train))
     seed_all(key(config.seed, _INIT))
     model = (task.model() if task.model else _model(config, task, train)).to(world.device)
     notes = _check_norm_part(model, config.norm_part)
@@ -127,9 +125,9 @@ def _build(task: Task, config: Config, world: World) -> Run:
         "unit": task.unit,
         "model": config.model or type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "data": getattr(train, "about", "") or f"{type(train).__name__} of {_count(train):,} samples",
-        "train_samples": _count(train),
-        "validation_samples": _count(validation),
+        "data": getattr(train, "about", "") or f"{type(train).__name__} of {count_samples(train):,} samples",
+        "train_samples": count_samples(train),
+        "validation_samples": count_samples(validation),
         "loader": "on the device" if isinstance(loaders[0], Resident) else "streamed",
         "parts": grouping.why,
         "record": "none",
@@ -142,7 +140,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
         step=step,
         train=loaders[0],
         validation=loaders[1],
-        validation_samples=_count(validation),
+        validation_samples=count_samples(validation),
         data_sha256=data_sha256,
         contract=make_contract(config, world, sampler, schedule, about),
         notes=notes,
@@ -177,7 +175,7 @@ def _why_apart(task: Task, train: Any, config: Config, sampler: Sampler, world: 
 
     def seed(i: int) -> None:
         nonlocal seeded
-        seed_all(key(config.seed, _DATA, 2), world.device)
+        seed_all(key(config.seed, _INIT, 1), world.device)
         seeded = random_state(world.device)
 
     try:
@@ -203,17 +201,6 @@ def _make_noise(model: nn.Module, sampler: Sampler, dealt: list[list[range]], wo
     units = [len(group) for groups in dealt for group in groups]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return Noise(trained, units, sampler.global_batch // sampler.parts, sampler.parts, world.device)
-
-
-def choose_precision(asked: str, world: World) -> Literal["fp32", "bf16"]:
-    """What `--precision auto` comes to: bf16 where every worker's matrix units take it, on GPUs (from Ampere on) and CPUs (with
-    AMX). Every worker reaches this.
-    """
-    if asked != "auto":
-        return "bf16" if asked == "bf16" else "fp32"
-    gpu = world.device.type == "cuda"
-    able = torch.cuda.get_device_capability(world.device) >= (8, 0) if gpu else _has_amx()
-    return "fp32" if agreed(world, "" if able else "it has no units for bf16") else "bf16"
 
 
 def suits_channels_last(model: nn.Module, config: Config, part_batch: int) -> bool:
@@ -256,85 +243,9 @@ def _why_not_channels_last(model: nn.Module, task: Task, train: Any, config: Con
     return ""
 
 
-def _has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU multiplies bf16 matrices, and oneDNN, torch's library for it, is not told to do without."""
-    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
-    allowed = most in ("ALL", "DEFAULT") or "AMX" in most
-    return allowed and cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text().split()
-
-
-def _load(task: Task, config: Config, world: World) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any], str]:
-    """Both data sets, and a hash of them. A node's first worker goes first: it may have to fetch them for the others."""
-    if world.local_rank == 0:
-        train, validation = _make(task, config)
-    world.barrier()
-    if world.local_rank != 0:
-        train, validation = _make(task, config)
-    digest = hashlib.sha256()
-    for data, which in ((train, "training"), (validation, "validation")):
-        facts = _facts(data)
-        check_agreement(facts, world, f"about the {which} data", _SAME_DATA)
-        digest.update(fingerprints(facts.values()).numpy().tobytes() + _some_samples(data, config.seed))
-    if config.train_samples:
-        if not isinstance(train, Arrays):
-            raise UsageError("--train-samples needs data held in Arrays; cut your Dataset with torch.utils.data.Subset instead")
-        train = train.first(config.train_samples)
-    for data, which in ((train, "training"), (validation, "validation")):
-        if not _count(data):
-            raise UsageError(f"task {task.name}: its {which} data is empty")
-    return train, validation, digest.hexdigest()
-
-
-def _make(task: Task, config: Config) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any]]:
-    """Data made at random is the same on every worker: its numbers follow from the seed."""
-    seed_sample(key(config.seed, _DATA, 0))
-    train = task.train()
-    seed_sample(key(config.seed, _DATA, 1))
-    return train, task.validation()
-
-
-def _facts(data: Arrays | Dataset[Any]) -> dict[str, Tensor]:
-    """What all workers must have in common: the number of samples and, of arrays, a million values spread over each."""
-    facts = {"samples": torch.tensor(_count(data))}
-    for i, tensor in enumerate(data.tensors if isinstance(data, Arrays) else ()):
-        facts[f"array {i}"] = tensor.flatten()[:: max(1, tensor.numel() // 1_000_000)]
-    return facts
-
-
-def _some_samples(data: Arrays | Dataset[Any], seed: int) -> bytes:
-    """What a user's own Dataset gives for three of its samples, where it gives the same twice."""
-    if isinstance(data, Arrays) or not _count(data):
-        return b""
-    found = b""
-    for sample in (0, _count(data) // 2, _count(data) - 1):
-        readings = []
-        for _ in range(2):
-            seed_sample(key(seed, _DATA, sample))
-            readings.append(_content(data[sample]))
-        found += readings[0] if readings[0] == readings[1] else b""
-    return found
-
-
-def _content(item: Any) -> bytes:
-    """The numbers and texts in a sample, whatever it is made of."""
-    if isinstance(item, Tensor):
-        return bytes(item.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    if isinstance(item, np.ndarray | np.generic) and item.dtype != object:
-        return item.tobytes()
-    if isinstance(item, int | float | str | bytes | bool):
-        return repr(item).encode()
-    if isinstance(item, Mapping):
-        return b"".join(str(name).encode() + _content(value) for name, value in item.items())
-    return b"".join(_content(each) for each in item) if isinstance(item, tuple | list) else b""
-
-
 def _model(config: Config, task: Task, train: Arrays | Dataset[Any]) -> nn.Module:
     """The model `--model` names, for the shape of this data's images."""
     shape = tuple(train[0][0].shape)
     if len(shape) != 3 or shape[1] != shape[2]:
         raise UsageError(f"--model builds nets for square images, C x H x H; task {task.name} has inputs of shape {shape}")
     return models.build(config.model or "cnn", in_channels=shape[0], image_size=shape[2], classes=task.classes)
-
-
-def _count(data: Arrays | Dataset[Any]) -> int:
-    return len(cast(Any, data))

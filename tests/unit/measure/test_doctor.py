@@ -5,6 +5,7 @@ import pytest
 from paceline.errors import DataError
 from paceline.measure import doctor as module
 from paceline.measure.doctor import Finding, doctor
+from paceline.training.precision import Trial
 
 
 @pytest.fixture
@@ -18,7 +19,19 @@ def test_a_machine_that_works_has_a_line_a_check(capsys):
     assert doctor() == 0
     lines = capsys.readouterr().out.splitlines()
     whats = [line[6:18].strip() for line in lines[:-1]]
-    for what in ("python", "torch", "backends", "cores", "launchers", "network", "data", "disk", "temp disk", "all-reduce"):
+    for what in (
+        "python",
+        "torch",
+        "bf16",
+        "backends",
+        "cores",
+        "launchers",
+        "network",
+        "data",
+        "disk",
+        "temp disk",
+        "all-reduce",
+    ):
         assert what in whats
     assert {line[:5].strip() for line in lines[:-1]} <= {"ok", "note"}
     assert any(line.startswith("ok    all-reduce   2 workers over gloo") for line in lines)
@@ -77,6 +90,32 @@ def test_an_old_torch(monkeypatch):
     monkeypatch.setattr(module.torch, "__version__", "2.4.1+cu121")
     (found,) = module._torch()
     assert (found.level, found.fix) == ("wrong", "pip install 'torch>=2.11'")
+
+
+@pytest.mark.parametrize(
+    ("trial", "amx", "level", "said"),
+    [
+        (Trial(crash="SIGILL"), True, "note", "crashes: ~ was killed by SIGILL; --precision auto uses fp32"),
+        (Trial(ratio=0.42), True, "ok", "works: ~ took 0.42 times as long as fp32; --precision auto uses it"),
+        (Trial(ratio=2.5), True, "ok", "slower: ~ took 2.5 times as long as fp32; --precision auto uses fp32"),
+        (
+            Trial(ratio=0.42),
+            False,
+            "ok",
+            "works: ~ took 0.42 times as long as fp32; --precision auto uses fp32 on CPUs without AMX",
+        ),
+        (Trial(failure="did not finish"), True, "note", "unknown: ~ did not finish; --precision auto uses fp32"),
+    ],
+)
+def test_bf16_works_crashes_or_is_slower(trial, amx, level, said, monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "try_bf16", lambda threads, again: asked.append(again) or trial)
+    monkeypatch.setattr(module, "lists_amx", lambda: amx)
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
+    (found,) = module._bf16()
+    assert (found.level, found.text) == (level, said.replace("~", "a trial of bf16 on this CPU"))
+    assert found.fix.startswith("set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16" if trial.crash else "")
+    assert asked == [True]  # doctor measures again, whatever is cached
 
 
 def test_a_disk_that_is_nearly_full(monkeypatch):

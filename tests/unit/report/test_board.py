@@ -60,6 +60,7 @@ class Stream:
         self._connection = http.client.HTTPConnection("127.0.0.1", urlsplit(server.url).port, timeout=TIMEOUT_S)
         self._connection.request("GET", f"/events?{query}", headers=headers)
         self._answer = self._connection.getresponse()
+        self.said = ""
         assert self._answer.status == 200
 
     def __enter__(self) -> "Stream":
@@ -81,6 +82,7 @@ class Stream:
     def next(self) -> dict[str, str]:
         fields: dict[str, str] = {}
         while line := self._answer.readline().decode().rstrip("\n"):
+            self.said += line
             name, _, value = line.partition(": ")
             fields[name] = value
         return fields
@@ -210,6 +212,38 @@ def test_only_what_is_listed_can_be_read(tmp_path: Path, root: Path, id: str) ->
     assert listed.keys() == {"one", "linked"}
     assert listed["linked"]["status"] == "unreadable"
     assert "leads out" in listed["linked"]["note"]
+
+
+@pytest.mark.parametrize("times", ["new", "as before"])
+@pytest.mark.parametrize("what", ["one", "group", "one/metrics.jsonl", "one/environment.json"])
+def test_nothing_is_read_through_a_link_made_after_listing(tmp_path: Path, root: Path, what: str, times: str) -> None:
+    """A record, a folder of records or a file becomes a link that leads out; perhaps the folder's old time is put back."""
+    make_run(root / "group", "inner")
+    secret = begin_run(tmp_path / "elsewhere", "inner", task="TOP-SECRET")
+    secret.row({"kind": "note", "text": "TOP-SECRET"})
+    (tmp_path / "elsewhere" / "one").symlink_to(secret.path)
+    id = "group/inner" if what == "group" else "one"
+    for path in [*root.rglob("*"), root]:
+        os.utime(path, ns=(10**18, 10**18))  # old enough for the board to go by it
+    with serving(root) as server, Stream(server, f"run={id}") as early:
+        assert ask(server, f"/report?run={id}")[0] == 200
+        assert early.until("source")["source"]["status"] == "done"
+        (root / what).rename(tmp_path / "before")
+        (root / what).symlink_to(tmp_path / "elsewhere" / what)
+        if times == "as before":
+            os.utime((root / what).parent, ns=(10**18, 10**18))
+        status, _, page = ask(server, f"/report?run={id}")
+        with Stream(server, f"run={id}") as late:
+            source = late.until("source")["source"]
+        secret.row({"kind": "note", "text": "TOP-SECRET"})
+        assert early.until("source", lambda told: told["source"] is None)["source"] is None
+        with Stream(server) as after:
+            listed = {run["id"] for run in after.until("runs")["changed"] if run["status"] != "unreadable"}
+        assert id not in listed
+    assert "TOP-SECRET" not in page + early.said + late.said + after.said
+    if what in ("one", "group"):
+        assert (status, source) == (404, None)
+    secret.finish({})
 
 
 def test_never_writes(tmp_path: Path, root: Path) -> None:

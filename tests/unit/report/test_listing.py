@@ -104,7 +104,7 @@ def test_what_is_listed(tmp_path: Path) -> None:
     listing = Listing(tmp_path)
     listing.look()
     assert ids(listing) == ["run", "study-x", "study-x/arm-0"]
-    assert listing.path("study-x/arm-0") == tmp_path.resolve() / "study-x" / "arm-0"
+    assert str(listing.path("study-x/arm-0")) == str(tmp_path.resolve() / "study-x" / "arm-0")
     for id in ("group", "no-record", "latest", "..", ".", "", "run/checkpoints", "study-x/../run"):
         assert listing.path(id) is None, id
 
@@ -118,6 +118,21 @@ def test_a_record_that_becomes_a_link_is_listed_no_more(tmp_path: Path) -> None:
     (tmp_path / "runs" / "run").symlink_to(elsewhere)
     listing.look()
     assert (ids(listing), listing.path("run")) == ([], None)
+
+
+def test_a_record_that_becomes_a_link_just_before_it_is_read(tmp_path: Path) -> None:
+    record = small_run(tmp_path / "runs", "run")
+    elsewhere = small_run(tmp_path, "elsewhere")
+    (elsewhere / "result.json").write_text('{"status": "a secret"}')
+
+    def read(path: Any) -> dict[str, Any]:
+        record.rename(tmp_path / "before")
+        record.symlink_to(elsewhere)
+        return read_summary(path)
+
+    listing = Listing(tmp_path / "runs", read)
+    listing.look()
+    assert [each["status"] for each in listing.changes()["changed"]] == ["unknown"]
 
 
 def test_what_was_not_read_yet_has_no_path(tmp_path: Path) -> None:

@@ -1,49 +1,17 @@
-"""What a run is put together from: precision, layout."""
+"""What a run is put together from: the layout."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.processes import run_workers
 from harness.training import blobs, train_in
 from paceline.config import make_config
-from paceline.dist.world import World, world
-from paceline.training import build as build_module
+from paceline.dist.world import world
 from paceline.training import tasks
-from paceline.training.build import _has_amx, build, choose_precision, suits_channels_last
-
-
-def test_precision_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with world() as here:
-        assert [choose_precision(asked, here) for asked in ("fp32", "bf16")] == ["fp32", "bf16"]
-        for has, chosen in ((True, "bf16"), (False, "fp32")):
-            monkeypatch.setattr("paceline.training.build._has_amx", lambda has=has: has)
-            assert choose_precision("auto", here) == chosen
-
-
-def one_has_amx(here: World) -> str:
-    build_module._has_amx = lambda: here.rank == 0
-    return choose_precision("auto", here)
-
-
-def test_all_workers_have_one_precision() -> None:
-    assert run_workers(one_has_amx, 2) == ["fp32", "fp32"]
-
-
-def test_a_cpu_that_multiplies_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
-    old.write_text("flags : fpu avx512f avx512_bf16\n")
-    new.write_text("flags : fpu avx512f amx_bf16 amx_tile\n")
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    assert [_has_amx(path) for path in (old, new, tmp_path / "none")] == [False, True, False]
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
-    assert not _has_amx(new)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "all")
-    assert _has_amx(new)
+from paceline.training.build import build, suits_channels_last
 
 
 @pytest.mark.parametrize(

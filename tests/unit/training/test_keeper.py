@@ -185,7 +185,7 @@ def test_resumed_state_lies_as_the_weights_do(tmp_path: Path) -> None:
 
 
 def test_a_users_own_data_set_is_known_again() -> None:
-    """By three of its samples, seeded; samples that are never the same twice say nothing."""
+    """By some of its samples, seeded; samples that are never the same twice say nothing."""
 
     def known(data: Own) -> str:
         task = replace(blobs(), train=lambda: data, validation=Own, objective=classify())

@@ -1,0 +1,195 @@
+"""Load a task's data, and check that all workers and all attempts of a run see the same.
+
+Arrays are compared by their bytes. A user's own Dataset is compared by its length and 18 of its items, each read twice. A field
+of the items, such as the image in (image, label), is left out if it differs between two readings of any item: an image flipped
+by an unseeded generator looks the same in every second pair of readings.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from paceline.config import Config
+from paceline.data.keys import key, seed_sample
+from paceline.data.loaders import Arrays
+from paceline.dist.agree import check_agreement, fingerprints
+from paceline.dist.world import World
+from paceline.errors import UsageError, WorkersDisagree
+from paceline.training.task import Task
+
+_DATA = 0xDA7A  # keeps the numbers that make data apart from those of step 0
+_SAME_DATA = "the task must make the same data in every worker"
+_CAUSES = (
+    "the task must make the same data in every worker: pass generator=torch.Generator().manual_seed(0) to random_split, and"
+    " sort labels that come from a set"
+)
+_Hashes = dict[str, str | None]
+_ITEMS = 16  # of a Dataset, besides the first and the last
+_MOST_WORDS = 1 << 24  # of 8 bytes, of an array: 128 MiB take 50 ms, all of Fashion-MNIST 17 ms
+_BLOCK = 512  # words that are compared together: a page of memory, so that a mapped file is not read as a whole
+
+
+def load_data(task: Task, config: Config, world: World) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any], str]:
+    """Both data sets and a hash of them. A node's first worker goes first: it may have to fetch them for the others.
+
+    Raises WorkersDisagree if workers see different data. Collective: call on every rank.
+    """
+    if world.local_rank == 0:
+        train, validation = _make(task, config)
+    world.barrier()
+    if world.local_rank != 0:
+        train, validation = _make(task, config)
+    digest = hashlib.sha256()
+    for data, which in ((train, "training"), (validation, "validation")):
+        facts = _facts(data)
+        check_agreement(facts, world, f"about the {which} data", _SAME_DATA)
+        digest.update(fingerprints(facts.values()).numpy().tobytes())
+        if not isinstance(data, Arrays):
+            digest.update(repr(_agree_on_items(data, which, config.seed, world)).encode())
+    if config.train_samples:
+        if not isinstance(train, Arrays):
+            raise UsageError("--train-samples needs data held in Arrays; cut your Dataset with torch.utils.data.Subset instead")
+        train = train.first(config.train_samples)
+    for data, which in ((train, "training"), (validation, "validation")):
+        if not count_samples(data):
+            raise UsageError(f"task {task.name}: its {which} data is empty")
+    return train, validation, digest.hexdigest()
+
+
+def count_samples(data: Arrays | Dataset[Any]) -> int:
+    """How many samples there are."""
+    return len(cast(Any, data))
+
+
+def _make(task: Task, config: Config) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any]]:
+    """Data made at random is the same on every worker: its numbers follow from the seed."""
+    seed_sample(key(config.seed, _DATA, 0))
+    train = task.train()
+    seed_sample(key(config.seed, _DATA, 1))
+    return train, task.validation()
+
+
+def _facts(data: Arrays | Dataset[Any]) -> dict[str, Tensor]:
+    """What all workers must have in common: the number of samples and the content of arrays."""
+    facts = {"samples": torch.tensor(count_samples(data))}
+    for i, tensor in enumerate(data.tensors if isinstance(data, Arrays) else ()):
+        words, rest = _words(tensor)
+        facts[f"the shape of array {i}"] = torch.tensor([*tensor.shape, *str(tensor.dtype).encode()])
+        facts[f"array {i}"] = words[:: max(1, -(-words.numel() // _MOST_WORDS))]
+        facts[f"the end of array {i}"] = rest
+    return facts
+
+
+def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor's bytes as blocks of int64, for an eighth of the work, and the bytes that are left over."""
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if flat.storage_offset() % 8:  # torch only views aligned bytes as int64
+        flat = flat.clone()
+    whole = flat.numel() // (8 * _BLOCK) * (8 * _BLOCK)
+    return flat[:whole].view(torch.int64).view(-1, _BLOCK), flat[whole:]
+
+
+def _agree_on_items(data: Dataset[Any], which: str, seed: int, world: World) -> list[_Hashes]:
+    """Hashes of some items, without the fields that are not reproducible. Collective: call on every rank."""
+    samples = _choose_items(count_samples(data), seed)
+    rows = world.gather(_hash_items(data, samples, seed))
+    found = world.share(_compare(rows) if rows else None)
+    if found["differs"] is not None:
+        item, rank = found["differs"]
+        raise WorkersDisagree(
+            f"workers see different {which} data: item {samples[item]} of {count_samples(data):,} on worker {rank} is not the"
+            f" one on worker 0; {_CAUSES}"
+        )
+    return list(found["hashes"])
+
+
+def _choose_items(count: int, seed: int) -> list[int]:
+    """The first, the last and a few in between."""
+    return sorted({0, count - 1, *(key(seed, _DATA, 2, n) % count for n in range(_ITEMS))}) if count else []
+
+
+def _hash_items(data: Dataset[Any], samples: list[int], seed: int) -> list[_Hashes]:
+    """Hashes of each item's fields, None where two readings differ. Augmentation draws the same numbers both times."""
+    readings: list[list[_Hashes]] = []
+    for _ in range(2):
+        readings.append([])
+        for sample in samples:
+            seed_sample(key(seed, _DATA, sample))
+            readings[-1].append({name: hash_content(value) for name, value in _fields(data[sample]).items()})
+    return [_same(first, second) for first, second in zip(*readings, strict=True)]
+
+
+def _same(first: _Hashes, second: _Hashes) -> _Hashes:
+    return {name: first.get(name) if first.get(name) == second.get(name) else None for name in first | second}
+
+
+def _fields(item: Any) -> dict[str, Any]:
+    """What an item is made of, by name: the elements of a tuple, the values of a dict, else the whole."""
+    if isinstance(item, Mapping):
+        return {str(name): value for name, value in sorted(item.items(), key=lambda pair: str(pair[0]))}
+    return {str(i): value for i, value in enumerate(item)} if isinstance(item, tuple | list) else {"": item}
+
+
+def _compare(rows: list[list[_Hashes]]) -> dict[str, Any]:
+    """The hashes of all that is reproducible on all workers; and the first item in which that differs, with the worker."""
+    unstable = {name for row in rows for item in row for name, value in item.items() if value is None}
+    stable = [[{name: value for name, value in item.items() if name not in unstable} for item in row] for row in rows]
+    pairs = ((item, rank) for item in range(len(stable[0])) for rank in range(len(stable)))
+    return {
+        "differs": next(([item, rank] for item, rank in pairs if stable[rank][item] != stable[0][item]), None),
+        "hashes": stable[0],
+    }
+
+
+def hash_content(item: Any) -> str | None:
+    """64 bits, in hex, of the numbers and texts in a sample, whatever it is made of. None if it cannot be hashed."""
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        _feed(digest, item)
+    except Exception:  # an exotic tensor or array: a check must not end a run that would have worked
+        return None
+    return digest.hexdigest()
+
+
+class _Digest(Protocol):
+    def update(self, data: Any, /) -> None: ...
+
+
+def _feed(digest: _Digest, item: Any) -> None:
+    """Each value with its type and size, so that no two samples read the same; objects of unknown types are left out."""
+    if isinstance(item, Tensor):
+        if item.layout == torch.strided:
+            digest.update(f"tensor {item.dtype} {tuple(item.shape)} ".encode())
+            plain = item.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
+            digest.update(plain.view(torch.uint8).numpy())
+    elif isinstance(item, np.ndarray | np.generic) and not item.dtype.hasobject:
+        digest.update(f"array {item.dtype.str} {item.shape} ".encode() + item.tobytes())
+    elif isinstance(item, np.ndarray) and item.dtype == object:
+        _feed(digest, item.tolist())
+    elif item is None or isinstance(item, bool | int | float | complex | str | bytes):
+        text = repr(item).encode()
+        digest.update(f"{type(item).__name__} {len(text)} ".encode() + text)
+    elif isinstance(item, Mapping):
+        _feed_all(digest, "mapping", sorted(item.items(), key=lambda pair: str(pair[0])))
+    elif isinstance(item, AbstractSet):
+        _feed_all(digest, "set", sorted(map(str, map(hash_content, item))))
+    elif isinstance(item, tuple | list):
+        _feed_all(digest, "list", item)
+    elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+        _feed_all(digest, "fields", [(each.name, getattr(item, each.name)) for each in dataclasses.fields(item)])
+    elif callable(getattr(item, "tobytes", None)):  # an image of PIL's, an array.array
+        about = [str(getattr(item, name, "")) for name in ("mode", "size", "typecode")]
+        _feed_all(digest, type(item).__name__, [*about, item.tobytes()])
+
+
+def _feed_all(digest: _Digest, kind: str, values: Any) -> None:
+    digest.update(f"{kind} of {len(values)} ".encode())
+    for value in values:
+        _feed(digest, value)

@@ -1,0 +1,270 @@
+"""Choose fp32 or bf16 for a run. On a CPU, a trial in a child process decides.
+
+A CPU's flags do not say whether bf16 works: on some virtual machines `amx_bf16` is listed and oneDNN's kernels still die of
+SIGILL. So a child process runs a convolution and matrix products, forward and backward, under autocast, and times bf16 against
+fp32. The answer is kept in the cache folder, per machine, torch version, variables and number of threads.
+"""
+
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from paceline.config import Config
+from paceline.dist.world import World
+from paceline.errors import UsageError
+
+TRIAL_S = 60.0
+"""The longest a trial may take; importing torch is most of what it takes."""
+
+_FAULTS = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGABRT", "SIGTRAP", "SIGSYS")
+"""Signals that a kernel which does not work ends with. Others, such as SIGKILL, come from outside and say nothing."""
+
+_SPEED_VARIABLES = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_")  # prefixes: they choose torch's kernels
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "PACELINE_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What a trial of bf16 on this CPU found."""
+
+    ratio: float | None = None
+    """Time of a bf16 step over time of an fp32 step; None if the trial did not finish."""
+    crash: str = ""
+    """The signal that ended it, where that is bf16's fault."""
+    failure: str = ""
+    """Why there is no answer, for any other reason."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether bf16 works and is not slower than fp32."""
+        return self.ratio is not None and self.ratio <= 1
+
+    def describe(self) -> str:
+        """`a trial of bf16 on this CPU was killed by SIGILL`, or whatever it was."""
+        if self.ratio is not None:
+            found = f"took {self.ratio:.2g} times as long as fp32"
+        else:
+            found = f"was killed by {self.crash}" if self.crash else self.failure
+        return f"a trial of bf16 on this CPU {found}"
+
+
+Try = Callable[[int, float], Trial]
+Precision = Literal["fp32", "bf16"]
+
+
+def choose_precision(config: Config, world: World, try_it: Try | None = None) -> tuple[Precision, tuple[str, ...]]:
+    """What `--precision` comes to, and a note if bf16 was left out: `auto` is bf16 where no worker's device is slower with it.
+
+    Raises a UsageError for `bf16` on a CPU where it crashes. Collective: call on every rank; all get the same answer.
+    """
+    if config.precision == "fp32":
+        return "fp32", ()
+    looks = world.gather(_look(config, world, try_it or try_bf16))
+    found = world.share(_decide(config.precision, looks) if looks else None)
+    if found["error"]:
+        raise UsageError(found["error"])
+    return "bf16" if found["bf16"] else "fp32", tuple(found["notes"])
+
+
+def try_bf16(threads: int, limit_s: float = TRIAL_S, *, code: str = "", again: bool = False) -> Trial:
+    """Try bf16 on this CPU, or recall what an earlier trial found. `again` asks for a new trial; a child runs `code`."""
+    code = code or _CODE
+    identity = _identify(threads, code)
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
+    if not again and (known := _known.get(name) or _read_cache(name)):
+        _known[name] = known
+        return known
+    found = _known[name] = run_trial(threads, code, limit_s)
+    if not found.failure:  # a busy machine, or one without memory, may have an answer next time
+        _write_cache(name, {**asdict(found), "identity": identity})
+    return found
+
+
+def run_trial(threads: int, code: str, limit_s: float) -> Trial:
+    """Run `code` in a child process. It prints JSON with `bf16_s` and `fp32_s`; it may crash or hang."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
+    command = [sys.executable, "-P", "-c", _PRELUDE + code, str(threads), str(math.ceil(limit_s) + 1)]
+    try:
+        child = subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Trial(failure=f"did not finish in {limit_s:g} s")
+    except OSError as error:
+        return Trial(failure=f"could not start: {error.strerror}")
+    if child.returncode < 0:
+        name = _signal_name(-child.returncode)
+        return Trial(crash=name) if name in _FAULTS else Trial(failure=f"was ended by {name}")
+    try:
+        said = json.loads(child.stdout.strip().splitlines()[-1])
+        ratio = said["bf16_s"] / said["fp32_s"]
+        return Trial(ratio=ratio) if math.isfinite(ratio) else Trial(failure="gave no times")
+    except (ValueError, LookupError, TypeError, ArithmeticError):
+        last = child.stderr.strip().splitlines()
+        return Trial(failure=f"failed: {last[-1][:200] if last else f'exit code {child.returncode}'}")
+
+
+def lists_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU claims to multiply bf16 matrices and oneDNN may use it: only then is bf16 worth a trial."""
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    allowed = most in ("ALL", "DEFAULT") or "AMX" in most
+    return allowed and "amx_bf16" in _cpu(cpuinfo)["flags"].split()
+
+
+def _look(config: Config, world: World, try_it: Try) -> dict[str, Any]:
+    """One worker's side: whether bf16 pays on its device, a crash, a note. On CPUs a node's first worker answers for all."""
+    if world.device.type == "cuda":
+        return {"pays": torch.cuda.get_device_capability(world.device) >= (8, 0), "crash": "", "note": ""}
+    if world.local_rank != 0:
+        return {"pays": True, "crash": "", "note": ""}
+    if config.precision == "auto" and not lists_amx():
+        return {"pays": False, "crash": "", "note": ""}  # bf16 would be emulated: 27 times slower
+    threads = 1 if config.reduce == "exact" else torch.get_num_threads()
+    found = try_it(threads, min(TRIAL_S, config.timeout_s / 2))  # the others wait, no longer than timeout_s
+    where = f" (node {world.node})" if world.nodes > 1 else ""
+    return {"pays": found.pays, "crash": found.crash, "note": found.describe() + where if not found.pays else ""}
+
+
+def _decide(asked: str, looks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all workers' looks come to; rank 0's answer is the one that counts."""
+    crash = next((look["note"] for look in looks if look["crash"]), "")
+    note = crash or next((look["note"] for look in looks if look["note"]), "")
+    if asked == "auto":
+        bf16 = all(look["pays"] for look in looks)
+        return {"error": "", "bf16": bf16, "notes": [f"bf16 is off: {note}; using fp32"] if note else []}
+    if crash:
+        error = f"--precision bf16: {crash}, and the run would be too; use --precision fp32{_avoid_amx()}"
+        return {"error": error, "bf16": False, "notes": []}
+    return {"error": "", "bf16": True, "notes": [f"--precision bf16: {note}; consider --precision fp32"] if note else []}
+
+
+def _avoid_amx() -> str:
+    return ", or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 to keep torch off AMX" if lists_amx() else ""
+
+
+_known: dict[str, Trial] = {}  # what this process has tried or read
+
+
+def _identify(threads: int, code: str) -> dict[str, Any]:
+    """What a trial's answer depends on."""
+    cpu = _cpu()
+    return {
+        "cpu": cpu["model name"],
+        "flags": hashlib.sha256(cpu["flags"].encode()).hexdigest(),
+        "host": [platform.node(), _machine_id(), platform.release()],
+        "torch": torch.__version__,
+        "threads": threads,
+        "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_SPEED_VARIABLES)},
+        "trial": hashlib.sha256(code.encode()).hexdigest(),
+    }
+
+
+@functools.cache
+def _cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """Model and flags of the first core; empty where there is no such file."""
+    found = {"model name": "", "flags": ""}
+    with suppress(OSError), cpuinfo.open() as lines:  # a line at a time: it has thousands on a large machine
+        for line in lines:
+            name, _, value = (part.strip() for part in line.partition(":"))
+            if not name and found["flags"]:
+                break
+            if name in found:
+                found[name] = value
+    return found
+
+
+def _machine_id() -> str:
+    try:
+        return Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "bf16"
+
+
+def _read_cache(name: str) -> Trial | None:
+    """What an earlier process found, or None: a damaged or foreign file is no error."""
+    try:
+        found = json.loads((_cache_folder() / f"{name}.json").read_text())
+        ratio, crash = found["ratio"], found["crash"]
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError):  # RuntimeError: there is no home folder
+        return None
+    if crash in _FAULTS and ratio is None:
+        return Trial(crash=crash)
+    return Trial(ratio=ratio) if isinstance(ratio, float) and math.isfinite(ratio) and ratio > 0 and not crash else None
+
+
+def _write_cache(name: str, content: dict[str, Any]) -> None:
+    """Atomically; a folder that cannot be written to is no error."""
+    with suppress(OSError, RuntimeError):
+        folder = _cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(dir=folder, suffix=".part")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(content, file, indent=1)
+            os.replace(part, folder / f"{name}.json")
+        except OSError:
+            os.unlink(part)
+            raise
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+# No core file, not even through a pipe to a crash handler (PR_SET_DUMPABLE); and it ends itself should its parent be killed.
+_PRELUDE = """
+import ctypes, resource, signal, sys
+resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+signal.signal(signal.SIGALRM, signal.SIG_DFL)
+signal.alarm(int(sys.argv[2]))
+"""
+
+_CODE = """
+import json, statistics, sys, time
+import torch
+torch.set_num_threads(int(sys.argv[1]))
+torch.manual_seed(0)
+net = torch.nn.Sequential(
+    torch.nn.Conv2d(16, 32, 3, padding=1), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(4), torch.nn.Flatten(),
+    torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256),
+).to(memory_format=torch.channels_last)
+images = torch.randn(32, 16, 28, 28, requires_grad=True)
+square = torch.randn(256, 256, requires_grad=True)
+def step(bf16):
+    begin = time.perf_counter()
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        loss = net(images).float().square().mean() + (square @ square).float().square().mean()
+    loss.backward()
+    return time.perf_counter() - begin
+times = {False: [], True: []}
+for bf16 in (True, False, True, False):
+    step(bf16)
+end = time.perf_counter() + 2
+while len(times[True]) < 9 and (not times[True] or time.perf_counter() < end):
+    for bf16 in times:
+        times[bf16].append(step(bf16))
+print(json.dumps({"bf16_s": statistics.median(times[True]), "fp32_s": statistics.median(times[False])}))
+"""

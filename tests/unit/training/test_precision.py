@@ -1,0 +1,321 @@
+"""Which precision a run gets: on CPUs by a trial in a real child process, which may crash, hang or be slow."""
+
+import json
+import resource
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.processes import run_workers
+from harness.training import ALONE, blobs, train_in
+from paceline.config import make_config
+from paceline.dist.world import World, world
+from paceline.errors import UsageError
+from paceline.training import precision
+from paceline.training.precision import Trial, choose_precision, lists_amx, run_trial, try_bf16
+
+SIGILL = """
+import ctypes, mmap, os, platform, signal
+illegal = {"x86_64": b"\\x0f\\x0b", "aarch64": bytes(4)}.get(platform.machine())
+try:
+    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page.write(illegal)
+    ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
+except (OSError, TypeError):  # another processor, or no such pages here
+    pass
+os.kill(os.getpid(), signal.SIGILL)
+"""
+"""A child's code that executes an illegal instruction, as oneDNN's kernels do on some virtual machines."""
+
+
+def says(bf16_s: float, fp32_s: float = 1.0) -> str:
+    return f"print('noise'); print('{json.dumps({'bf16_s': bf16_s, 'fp32_s': fp32_s})}')"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, and nothing remembered."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(precision, "_known", {})
+    return tmp_path / "cache" / "paceline" / "bf16"
+
+
+@pytest.fixture
+def amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU whose flags claim AMX."""
+    monkeypatch.setattr(precision, "lists_amx", lambda: True)
+
+
+def choose(asked: str, trial: Trial | None = None, here: World = ALONE, **options: Any) -> tuple[str, tuple[str, ...]]:
+    """What `asked` comes to where a trial would find this; without a trial, none may run."""
+
+    def try_it(threads: int, limit_s: float) -> Trial:
+        assert trial is not None, "a trial ran"
+        return trial
+
+    return choose_precision(make_config({"precision": asked, **options}), here, try_it)
+
+
+@pytest.mark.usefixtures("amx")
+def test_flags_alone_choose_nothing() -> None:
+    """auto is bf16 where a trial ran through and was not slower than fp32; all else is fp32 with a line that says why."""
+    assert choose("auto", Trial(ratio=0.4)) == ("bf16", ())
+    assert choose("auto", Trial(ratio=1.0)) == ("bf16", ())
+    found = {
+        "was killed by SIGILL": Trial(crash="SIGILL"),
+        "took 1.3 times as long as fp32": Trial(ratio=1.3),
+        "did not finish in 60 s": Trial(failure="did not finish in 60 s"),
+    }
+    for why, trial in found.items():
+        assert choose("auto", trial) == ("fp32", (f"bf16 is off: a trial of bf16 on this CPU {why}; using fp32",))
+
+
+def test_no_trial_where_bf16_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose("fp32") == ("fp32", ())
+    monkeypatch.setattr(precision, "lists_amx", lambda: False)
+    assert choose("auto") == ("fp32", ())
+
+
+def test_asking_for_bf16_where_it_crashes_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for amx, hint in ((True, ", or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 to keep torch off AMX"), (False, "")):
+        monkeypatch.setattr(precision, "lists_amx", lambda amx=amx: amx)
+        with pytest.raises(UsageError) as caught:
+            choose("bf16", Trial(crash="SIGILL"))
+        said = (
+            "--precision bf16: a trial of bf16 on this CPU was killed by SIGILL, and the run would be too; use --precision fp32"
+        )
+        assert str(caught.value) == said + hint
+
+
+def test_asking_for_bf16_gets_it_where_it_works() -> None:
+    assert choose("bf16", Trial(ratio=0.4)) == ("bf16", ())
+    chosen, notes = choose("bf16", Trial(ratio=27.1))
+    assert (chosen, len(notes)) == ("bf16", 1)
+    assert notes[0].endswith("took 27 times as long as fp32; consider --precision fp32")
+    assert choose("bf16", Trial(failure="did not finish in 60 s"))[0] == "bf16"
+
+
+@pytest.mark.parametrize(("capability", "chosen"), [((8, 0), "bf16"), ((9, 0), "bf16"), ((7, 5), "fp32")])
+def test_gpus_go_by_their_compute_capability(capability: tuple[int, int], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu = replace(ALONE, device=torch.device("cuda", 0))
+    assert choose("auto", here=gpu) == (chosen, ())
+    assert choose("bf16", here=gpu) == ("bf16", ())
+
+
+def test_the_trial_has_the_workers_threads_and_less_time_than_the_others_wait() -> None:
+    asked = []
+
+    def try_it(threads: int, limit_s: float) -> Trial:
+        asked.append((threads, limit_s))
+        return Trial(ratio=0.5)
+
+    for options in ({}, {"reduce": "exact"}, {"timeout_s": 8}):
+        choose_precision(make_config({"precision": "bf16", **options}), ALONE, try_it)
+    mine = torch.get_num_threads()
+    assert asked == [(mine, 60.0), (1, 60.0), (mine, 4.0)]
+
+
+def choose_as_worker(here: World, crashing: int, nodes: int) -> tuple[str, tuple[str, ...], int]:
+    """What a worker is told, and how many trials it ran."""
+    precision.lists_amx = lambda: True
+    if nodes == 2:
+        here = replace(here, nodes=2, node=here.rank, local_rank=0, local_size=1)
+    trials = []
+
+    def try_it(threads: int, limit_s: float) -> Trial:
+        trials.append(threads)
+        return Trial(crash="SIGILL") if here.rank == crashing else Trial(ratio=0.5)
+
+    return *choose_precision(make_config({"precision": "auto"}), here, try_it), len(trials)
+
+
+def test_one_worker_per_node_tries_and_all_agree() -> None:
+    assert run_workers(choose_as_worker, 2, 1, 1) == [("bf16", (), 1), ("bf16", (), 0)]  # worker 1 is never asked
+    note = "bf16 is off: a trial of bf16 on this CPU was killed by SIGILL (node 1); using fp32"
+    assert run_workers(choose_as_worker, 2, 1, 2) == [("fp32", (note,), 1), ("fp32", (note,), 1)]
+
+
+def refuse_as_worker(here: World) -> str:
+    with pytest.raises(UsageError) as caught:
+        choose("bf16", Trial(crash="SIGILL"), here)
+    return str(caught.value)
+
+
+def test_all_workers_are_refused_together() -> None:
+    first, second = run_workers(refuse_as_worker, 2)
+    assert first == second
+    assert "was killed by SIGILL" in first
+
+
+@pytest.mark.usefixtures("amx")
+def test_a_run_on_a_cpu_that_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a real child that executes an illegal instruction: auto trains in fp32 and says so, bf16 is refused."""
+    monkeypatch.setattr(precision, "_CODE", SIGILL)
+    with world() as here:
+        trained = train_in(here, blobs(), {"max_steps": 2})
+        with pytest.raises(UsageError, match="killed by SIGILL"):
+            train_in(here, blobs(), {"max_steps": 2, "precision": "bf16"})
+    assert trained.result.steps == 2
+    assert trained.watcher.notes[0] == "bf16 is off: a trial of bf16 on this CPU was killed by SIGILL; using fp32"
+
+
+def test_the_real_trial() -> None:
+    """It runs here: works or crashes, whatever this CPU is, but always gives an answer."""
+    found = try_bf16(1)
+    assert not found.failure
+    assert found.crash or (found.ratio is not None and found.ratio > 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        (SIGILL, Trial(crash="SIGILL")),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", Trial(crash="SIGSEGV")),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", Trial(failure="was ended by SIGKILL")),
+        ("raise RuntimeError('no kernel')", Trial(failure="failed: RuntimeError: no kernel")),
+        ("import sys; sys.exit(3)", Trial(failure="failed: exit code 3")),
+        (says(2.0), Trial(ratio=2.0)),
+        (says(1.0, 0.0), Trial(failure="failed: exit code 0")),
+        ("print('[1]')", Trial(failure="failed: exit code 0")),
+    ],
+)
+def test_how_a_child_may_end(code: str, found: Trial) -> None:
+    assert run_trial(1, code, 60) == found
+
+
+def test_a_child_that_hangs_is_ended() -> None:
+    """The suite's check for leaks sees that it is gone."""
+    assert run_trial(1, "import time; time.sleep(1e6)", 0.5) == Trial(failure="did not finish in 0.5 s")
+
+
+def test_no_python_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(precision.sys, "executable", str(tmp_path / "python"))
+    assert run_trial(1, says(1.0), 60) == Trial(failure="could not start: No such file or directory")
+
+
+def test_a_child_leaves_no_core_file_and_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("KEPT_FOR_THE_CHILD", "1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    code = """
+import json, os, resource
+ours = {"RANK", "WORLD_SIZE", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"} & os.environ.keys()
+wrong = len(ours) + resource.getrlimit(resource.RLIMIT_CORE)[0] + ("KEPT_FOR_THE_CHILD" not in os.environ)
+print(json.dumps({"bf16_s": 1 + wrong, "fp32_s": 1}))
+"""
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+    try:
+        assert run_trial(1, code, 60) == Trial(ratio=1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trial], list[int]]:
+    """Replace the child by an answer; gives the list that each trial adds its threads to."""
+
+    def replace_child(found: Trial) -> list[int]:
+        trials: list[int] = []
+
+        def run(threads: int, code: str, limit_s: float) -> Trial:
+            trials.append(threads)
+            return found
+
+        monkeypatch.setattr(precision, "run_trial", run)
+        return trials
+
+    return replace_child
+
+
+@pytest.mark.parametrize("found", [Trial(ratio=0.5), Trial(crash="SIGILL")])
+def test_an_answer_is_kept(
+    found: Trial, counted: Callable[[Trial], list[int]], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = counted(found)
+    assert [try_bf16(1), try_bf16(1)] == [found, found]
+    assert len(trials) == 1
+    precision._known.clear()  # as in another process
+    assert try_bf16(1) == found
+    assert len(trials) == 1
+    assert [path.suffix for path in cache.iterdir()] == [".json"]
+    assert try_bf16(1, again=True) == found
+    assert len(trials) == 2
+
+
+def test_another_machine_or_setting_is_tried_by_itself(
+    counted: Callable[[Trial], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = counted(Trial(ratio=0.5))
+    changes: list[Callable[[], None]] = [
+        lambda: monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
+        lambda: monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2"),
+        lambda: monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2"),
+        lambda: monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", "AVX2"),
+        lambda: monkeypatch.setattr("torch.__version__", "9.9.9"),
+        lambda: monkeypatch.setattr(precision, "_cpu", lambda: {"model name": "Other", "flags": "fpu"}),
+        lambda: monkeypatch.setattr(precision.platform, "node", lambda: "elsewhere"),
+    ]
+    for change in changes:
+        change()
+        try_bf16(1)
+        try_bf16(1)
+    try_bf16(2)
+    assert trials == [1] * len(changes) + [2]
+
+
+def test_no_answer_is_not_kept(counted: Callable[[Trial], list[int]], cache: Path) -> None:
+    trials = counted(Trial(failure="did not finish in 60 s"))
+    for _ in range(2):
+        try_bf16(1)
+        precision._known.clear()
+    assert len(trials) == 2
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[]", "null", '{"ratio": 0.5}', '{"ratio": "0.5", "crash": ""}', '{"ratio": -1.0, "crash": ""}'),
+        *('{"ratio": NaN, "crash": ""}', '{"ratio": null, "crash": ""}', '{"ratio": null, "crash": ["x"]}', "\xff"),
+    ],
+)
+def test_an_odd_cache_file_is_as_good_as_none(content: str, counted: Callable[[Trial], list[int]], cache: Path) -> None:
+    trials = counted(Trial(ratio=0.5))
+    try_bf16(1)
+    (file,) = cache.iterdir()
+    file.write_text(content, encoding="latin-1")
+    precision._known.clear()
+    assert try_bf16(1) == Trial(ratio=0.5)
+    assert len(trials) == 2
+
+
+def test_a_cache_that_cannot_be_is_no_error(
+    counted: Callable[[Trial], list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = counted(Trial(ratio=0.5))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert try_bf16(1) == Trial(ratio=0.5)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    precision._known.clear()
+    assert try_bf16(1) == Trial(ratio=0.5)
+    assert len(trials) == 2
+
+
+def test_a_cpu_that_claims_to_multiply_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("processor : 0\nflags : fpu avx512f avx512_bf16\n\nprocessor : 1\nflags : amx_bf16\n")
+    new.write_text("model name : X\nflags : fpu avx512f amx_bf16 amx_tile\n")
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    assert [lists_amx(path) for path in (old, new, tmp_path / "none")] == [False, True, False]
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    assert not lists_amx(new)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "all")
+    assert lists_amx(new)
