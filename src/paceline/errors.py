@@ -13,11 +13,17 @@ class PacelineError(Exception):
 
     exit_code = 1
 
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
 
 class UsageError(PacelineError):
     """The user asked for something that cannot be: exit code 2."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        return printable(super().__str__()).replace("\n", "\\n")
 
 
 class DataError(PacelineError):
@@ -44,6 +50,11 @@ class Stopped(PacelineError):
     def __init__(self, text: str, why: str) -> None:
         super().__init__(text)
         self.exit_code = 130 if why == "Ctrl-C" else 143
+
+
+def printable(text: str) -> str:
+    """The text with everything but lines of plain characters escaped: what a user typed must not control the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:

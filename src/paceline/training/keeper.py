@@ -48,6 +48,8 @@ class Progress:
     epoch_time_s: float = 0.0
     hits: int = 0
     """Epochs in a row that reached the target."""
+    first_loss: float | None = None
+    """Of the run's first step; of the first after a resume, if an older Paceline wrote the checkpoint."""
     rows: Rows = field(default_factory=Rows)
 
 
@@ -122,7 +124,7 @@ class Keeper:
         _lay_out_like_weights(state, step.optimizer)
         step.optimizer.load_state_dict({"state": state, "param_groups": step.optimizer.state_dict()["param_groups"]})
         progress = facts["progress"]
-        return Progress(**{**progress, "result": Result(**progress["result"]), "rows": Rows(**progress["rows"])})
+        return Progress(**{**progress, "result": Result.read(progress["result"]), "rows": Rows(**progress["rows"])})
 
 
 def _capture(run: Run, progress: Progress) -> tuple[dict[str, Tensor], dict[str, Any]]:

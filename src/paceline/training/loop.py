@@ -25,6 +25,9 @@ from paceline.training.observers import Observer, Result
 from paceline.training.parts import Pass
 from paceline.training.timeline import Profile
 
+EXPLODED = 1e4
+"""A validation loss that many times the loss of the first step (at least 1) is a divergence, though it is finite."""
+
 
 def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, watch: Watch | None = None) -> Result:
     """Train to the end. Every worker calls this; rank 0 brings the observers. Raises what ended it, after telling them.
@@ -104,7 +107,8 @@ class _Fit:
             if averaged is not None:
                 averaged.put_in(epoch)
             metrics = validation()
-            self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss")
+            exploded = EXPLODED * max(1.0, abs(progress.first_loss or 0.0))
+            self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss", exploded)
             if config.target_accuracy and "accuracy" not in metrics:
                 raise UsageError(f"--target-accuracy: this task reports {', '.join(metrics)}, and no accuracy to reach")
             row = {
@@ -219,6 +223,8 @@ class _Fit:
             self.save_wished |= save
             self.stop_wished |= stop
             self._check_finite(metrics["loss"], step, epoch)
+            if progress.first_loss is None:
+                progress.first_loss = metrics["loss"]
             progress.result = replace(progress.result, steps=step + 1)
             row = progress.rows.add(metrics, run.config.log_every, step + 1 == end)
             if row is not None:
@@ -246,14 +252,16 @@ class _Fit:
             )
             raise Stopped(f"stopped by {why} after step {step}; {written}", why)
 
-    def _check_finite(self, loss: float, step: int, epoch: int, what: str = "loss") -> None:
-        if math.isfinite(loss):
+    def _check_finite(self, loss: float, step: int, epoch: int, what: str = "loss", limit: float = math.inf) -> None:
+        if math.isfinite(loss) and loss <= limit:
             return
-        run = self.run
+        run, first = self.run, self.progress.first_loss
+        grown = f" (in the first step: {first:.4g})" if math.isfinite(loss) else ""
         slower = "--schedule cosine --warmup-epochs 1" if run.config.schedule == "one-cycle" else "a longer --warmup-epochs"
         raise Diverged(
-            f"diverged: the {what} is {loss} at step {step + 1} (epoch {epoch + 1}), lr {run.step.schedule.lr(step):.4g},"
-            f" global batch {run.sampler.global_batch}; try a lower --base-lr, {slower}, or --clip-norm 1"
+            f"diverged: the {what} is {loss:.4g}{grown} at step {step + 1} (epoch {epoch + 1}),"
+            f" lr {run.step.schedule.lr(step):.4g}, global batch {run.sampler.global_batch};"
+            f" try a lower --base-lr, {slower}, or --clip-norm 1"
         )
 
     def _say(self, text: str) -> None:

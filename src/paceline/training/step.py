@@ -22,6 +22,7 @@ from paceline.dist.watch import PHASES as WATCHED
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim.schedules import Schedule
+from paceline.records import ROW_FIELDS
 from paceline.training.carrier import MOST_METRICS, WISHES, Carrier, Reducer, wrap
 from paceline.training.ema import Ema
 from paceline.training.gradients import Jitter, Sam
@@ -390,6 +391,9 @@ def check_values(values: dict[str, Tensor], size: int) -> tuple[str, ...]:
     if len(values) > MOST_METRICS:
         raise UsageError(f"the task's objective returned {len(values)} metrics: at most {MOST_METRICS} are carried")
     for name, value in values.items():
+        if not isinstance(name, str) or not name.isprintable() or name in ROW_FIELDS:
+            taken = ", ".join(sorted(ROW_FIELDS))
+            raise UsageError(f"the task's objective returned a metric named {name!r}: use plain text other than {taken}")
         if not isinstance(value, Tensor) or value.shape != (size,):
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise UsageError(

@@ -16,6 +16,7 @@ from paceline.data.loaders import Arrays
 from paceline.dist.place import Place
 from paceline.dist.world import World, choose_device, world
 from paceline.errors import Diverged, UsageError, WorkersDisagree
+from paceline.records import ROW_FIELDS
 from paceline.training.build import Run, build
 from paceline.training.loop import fit, model_sha256
 from paceline.training.run import train
@@ -174,6 +175,44 @@ def test_a_validation_loss_that_is_not_finite_is_divergence_too() -> None:
 
     with pytest.raises(Diverged, match=r"the validation loss is nan at step 9 \(epoch 1\)"):
         alone(blobs(objective=objective))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "diverges"), [(1.0, 2e4, True), (1.0, 9e3, False), (50.0, 2e4, False), (50.0, 6e5, True)]
+)
+def test_a_finite_loss_that_exploded_is_divergence(first: float, last: float, diverges: bool) -> None:
+    """Judged by the loss of the first step, or by 1 if that is less."""
+
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        loss = classify()(model, batch[:2])["loss"]
+        return {"loss": loss * 0 + (first if model.training else last)}
+
+    if not diverges:
+        assert alone(blobs(objective=objective), epochs=1).result.status == "done"
+        return
+    with pytest.raises(Diverged) as caught:
+        alone(blobs(objective=objective), epochs=1)
+    assert f"the validation loss is {last:.4g} (in the first step: {first:g}) at step 9 (epoch 1), lr" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["step", "epoch", "lr", "kind", "time_s", "noise_scale", "gain", "samples_per_s", "a\nb", 7])
+def test_a_metric_cannot_take_the_place_of_a_field_of_the_record(name: Any) -> None:
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        values = classify()(model, batch[:2])
+        return {**values, name: values["loss"]}
+
+    with pytest.raises(UsageError, match=r"returned a metric named .*: use plain text other than") as caught:
+        alone(blobs(objective=objective), epochs=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_field_of_a_row_is_known_as_ours() -> None:
+    """So that no metric can overwrite it."""
+    options = {"epochs": 1, "measure_noise": True, "virtual_workers": 2, "lr_rule": "adascale"}
+    watcher = alone(blobs(), **options).watcher
+    fields = {name for row in (*watcher.steps, *watcher.epochs) for name in row if not name.startswith("val_")}
+    assert {"noise_scale", "gain", "samples_per_s"} <= fields
+    assert fields - {"loss", "accuracy"} <= ROW_FIELDS
 
 
 def test_a_tasks_name_cannot_lead_out_of_the_runs_folder() -> None:
