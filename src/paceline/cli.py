@@ -19,7 +19,7 @@ from paceline.dist.reports import headline, is_lost_contact, report_failure
 from paceline.dist.watch import claim_process
 from paceline.errors import PacelineError, Stopped, UsageError, printable, unknown
 from paceline.loading import pause_collector
-from paceline.output import close_output, is_terminal, warn
+from paceline.output import close_output, is_terminal, open_output, warn
 from paceline.toml import read_recipe
 
 _EXAMPLES = """examples:
@@ -38,6 +38,7 @@ _EXAMPLES = """examples:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 failed, 2 the user's mistake, 3 diverged, 130 interrupted, 143 stopped."""
+    open_output()
     claim_process()
     start_as_worker()
     pause_collector()

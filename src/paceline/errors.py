@@ -59,7 +59,7 @@ def printable(text: str) -> str:
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """The error for a name that does not exist: it suggests the nearest one, or lists them all."""
-    names = sorted(known)
+    names, name = sorted(known), name if len(name) <= 100 else f"{name[:100]}..."  # matching takes time
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
     return UsageError(f"unknown {kind} {name!r}: {hint}")

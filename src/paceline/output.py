@@ -24,6 +24,18 @@ def is_terminal(stream: TextIO | None) -> bool:
         return False
 
 
+def open_output() -> None:
+    """Point streams that were closed before Python started (`>&-`) to nowhere, so that no file takes their number."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number; workers have it too
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
+
+
 def close_output() -> None:
     """Flush stdout and stderr before the process exits; drop what they cannot take, or Python would fail on it again."""
     for stream in (sys.stdout, sys.stderr):

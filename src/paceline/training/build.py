@@ -83,8 +83,9 @@ def _build(task: Task, config: Config, world: World) -> Run:
     train, validation, data_sha256 = _load(task, config, world)
     sampler, schedule = plan_run(config, world, _count(train))
     seed_all(key(config.seed, _INIT))
-    model = (task.model() if task.model else _model(config, task, train)).to(world.device)
-    notes = _check_norm_part(model, config.norm_part)
+    model, compiled = strip_compiled(task.model() if task.model else _model(config, task, train))
+    model = model.to(world.device)
+    notes = (*compiled, *_check_norm_part(model, config.norm_part))
     grouping = choose_grouping(model, config, sampler.parts, world.size)
     exact = config.reduce == "exact"
     if exact:  # DDP would give everyone rank 0's
@@ -138,6 +139,17 @@ def _build(task: Task, config: Config, world: World) -> Run:
         contract=make_contract(config, world, sampler, schedule, about),
         notes=notes,
     )
+
+
+def strip_compiled(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model without torch.compile's wrappers, which put `_orig_mod.` into names of weights; and a note if it had any."""
+    bare = getattr(model, "_orig_mod", model)
+    inner = [(parent, *item) for parent in bare.modules() for item in parent._modules.items() if hasattr(item[1], "_orig_mod")]
+    for parent, name, child in inner:
+        parent._modules[name] = cast(Any, child)._orig_mod
+    if bare is model and not inner:
+        return model, ()
+    return bare, ("the task's model comes from torch.compile and is taken as it was before: --fast decides what is compiled",)
 
 
 def _check_norm_part(model: nn.Module, norm_part: int) -> tuple[str, ...]:
@@ -229,6 +241,10 @@ def _load(task: Task, config: Config, world: World) -> tuple[Arrays | Dataset[An
     if config.train_samples:
         if not isinstance(train, Arrays):
             raise UsageError("--train-samples needs data held in Arrays; cut your Dataset with torch.utils.data.Subset instead")
+        if config.train_samples > _count(train):
+            raise UsageError(
+                f"--train-samples is {config.train_samples}: task {task.name} has {_count(train)} training samples"
+            )
         train = train.first(config.train_samples)
     for data, which in ((train, "training"), (validation, "validation")):
         if not _count(data):

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.checkpoint import CheckpointError, Writer, load_latest
-from paceline.config import Config, flag, parse_every
+from paceline.config import Config
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.training.build import Run
 from paceline.training.observers import Result, Rows
+from paceline.values import flag, parse_every
 
 FOLDER = "checkpoints"
 REFUSED = "cannot resume"

@@ -150,3 +150,24 @@ def test_every_file_of_a_record_has_the_permissions_of_the_umask(runs: Path) -> 
     found = {path.relative_to(runs): stat.S_IMODE(path.stat().st_mode) for path in (runs / "x").rglob("*")}
     assert {path.name for path in found} >= {"model.safetensors", "report.html", "timeline.json", "checkpoints", "result.json"}
     assert {path: mode for path, mode in found.items() if mode != (0o750 if (runs / path).is_dir() else 0o640)} == {}
+
+
+OWN_OPTIMIZER = """
+import torch
+from paceline import optim
+
+def make(model, config):
+    return torch.optim.Adagrad(model.parameters(), lr=config.base_lr)
+
+optim.OPTIMIZERS["mine"] = optim.Entry(make=make, about="of this file", reference="")
+"""
+
+
+def test_a_tasks_own_optimizer_works_on_several_workers(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Only the workers run the file, so only they know the name."""
+    Path("task.py").write_text(TASK + OWN_OPTIMIZER)
+    assert train("task.py", workers=2, epochs=1, optimizer="mine").status == "done"
+    assert "optimizer  mine, weight decay 0.0005, cosine by step" in capfd.readouterr().out
+    with pytest.raises(WorkerFailed, match="unknown optimizer 'mien': did you mean 'mine'") as caught:
+        train("task.py", workers=2, epochs=1, optimizer="mien")
+    assert caught.value.exit_code == 2
