@@ -51,6 +51,8 @@ class Progress:
     """Epochs in a row that reached the target."""
     first_loss: float | None = None
     """Of the run's first step; of the first after a resume, if an older Paceline wrote the checkpoint."""
+    last_loss: float | None = None
+    """Of the last step."""
     rows: Rows = field(default_factory=Rows)
 
 

@@ -25,8 +25,10 @@ from paceline.training.observers import Observer, Result
 from paceline.training.parts import Pass
 from paceline.training.timeline import Profile
 
-EXPLODED = 1e4
-"""A validation loss that many times the loss of the first step (at least 1) is a divergence, though it is finite."""
+EXPLODED, HOPELESS = 1e4, 1e8
+"""Times the loss of the first step, or 1 if that is more. A loss that exploded is a divergence, though it is finite: if both
+the last step's and the validation loss did, or the validation loss is hopeless. Early in a run with batch norm a validation
+loss of 1e4 by itself only shows that the running statistics are not there yet."""
 
 
 def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, watch: Watch | None = None) -> Result:
@@ -107,8 +109,7 @@ class _Fit:
             if averaged is not None:
                 averaged.put_in(epoch)
             metrics = validation()
-            exploded = EXPLODED * max(1.0, abs(progress.first_loss or 0.0))
-            self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss", exploded)
+            self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss", self._most_loss())
             if config.target_accuracy and "accuracy" not in metrics:
                 raise UsageError(f"--target-accuracy: this task reports {', '.join(metrics)}, and no accuracy to reach")
             row = {
@@ -223,6 +224,7 @@ class _Fit:
             self.save_wished |= save
             self.stop_wished |= stop
             self._check_finite(metrics["loss"], step, epoch)
+            progress.last_loss = metrics["loss"]
             if progress.first_loss is None:
                 progress.first_loss = metrics["loss"]
             progress.result = replace(progress.result, steps=step + 1)
@@ -251,6 +253,11 @@ class _Fit:
                 "a checkpoint is written, and the same command with --resume goes on" if saved else "no checkpoint is written"
             )
             raise Stopped(f"stopped by {why} after step {step}; {written}", why)
+
+    def _most_loss(self) -> float:
+        """The largest validation loss that is no divergence."""
+        usual, last = max(1.0, abs(self.progress.first_loss or 0.0)), self.progress.last_loss or 0.0
+        return usual * (EXPLODED if last > EXPLODED * usual else HOPELESS)
 
     def _check_finite(self, loss: float, step: int, epoch: int, what: str = "loss", limit: float = math.inf) -> None:
         if math.isfinite(loss) and loss <= limit:

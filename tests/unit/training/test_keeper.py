@@ -118,12 +118,13 @@ def test_the_first_loss_survives_and_older_checkpoints_load(tmp_path: Path, monk
     restored = Keeper(run, tmp_path, quiet, True).restore()
     assert restored is not None
     assert restored.first_loss == watcher.steps[0]["loss"]
+    assert restored.last_loss == watcher.steps[2]["loss"]
     load = keeper.load_latest
 
     def older(folder: Path, tell: Any) -> Any:
         found = load(folder, tell)
         assert found is not None
-        del found.facts["progress"]["first_loss"]
+        del found.facts["progress"]["first_loss"], found.facts["progress"]["last_loss"]
         found.facts["progress"]["result"]["of a later Paceline"] = 1
         return found
 

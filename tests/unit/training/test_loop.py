@@ -178,21 +178,35 @@ def test_a_validation_loss_that_is_not_finite_is_divergence_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "diverges"), [(1.0, 2e4, True), (1.0, 9e3, False), (50.0, 2e4, False), (50.0, 6e5, True)]
+    ("first", "last", "validation", "diverges"),
+    [
+        (1.0, 2e4, 2e4, True),
+        (0.01, 2e4, 2e4, True),
+        (50.0, 2e4, 2e4, False),
+        (50.0, 6e5, 6e5, True),
+        (1.0, 2e4, 3.0, False),
+        (1.0, 1.0, 2e4, False),
+        (1.0, 1.0, 2e8, True),
+    ],
 )
-def test_a_finite_loss_that_exploded_is_divergence(first: float, last: float, diverges: bool) -> None:
-    """Judged by the loss of the first step, or by 1 if that is less."""
+def test_a_finite_loss_that_exploded_is_divergence(first: float, last: float, validation: float, diverges: bool) -> None:
+    """Measured by the loss of the first step, or by 1 if that is less."""
+    passes = 0
 
     def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        nonlocal passes
+        passes += model.training
         loss = classify()(model, batch[:2])["loss"]
-        return {"loss": loss * 0 + (first if model.training else last)}
+        return {"loss": loss * 0 + ((first if passes == 1 else last) if model.training else validation)}
 
     if not diverges:
         assert alone(blobs(objective=objective), epochs=1).result.status == "done"
         return
     with pytest.raises(Diverged) as caught:
         alone(blobs(objective=objective), epochs=1)
-    assert f"the validation loss is {last:.4g} (in the first step: {first:g}) at step 9 (epoch 1), lr" in str(caught.value)
+    assert f"the validation loss is {validation:.4g} (in the first step: {first:g}) at step 9 (epoch 1), lr" in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize("name", ["step", "epoch", "lr", "kind", "time_s", "noise_scale", "gain", "samples_per_s", "a\nb", 7])
