@@ -1,7 +1,7 @@
 """Checkpoints: named tensors and plain facts, written while training goes on, complete or absent whatever happens.
 
     step-000000120.safetensors        one file a checkpoint, readable by every safetensors reader
-    .step-000000120.safetensors.part  a write under way, or one that was cut short: nobody reads it
+    .step-000000120.safetensors.PID.part  a write under way, or one that was cut short: nobody reads it
 
 A file is written under its temporary name, synced, renamed, and the folder synced: after a SIGKILL or a power loss at any
 moment the old ones are there and the new one is whole or missing. Disks still lose bits, so the header begins with a SHA-256 of
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
+from paceline.files import replacing
 
 Tell = Callable[[str], None]
 
@@ -157,6 +158,8 @@ def load_latest(folder: Path, tell: Tell) -> Checkpoint | None:
     try:
         steps = _steps(folder)
     except FileNotFoundError:
+        if folder.is_symlink():
+            raise CheckpointError(f"cannot read checkpoints in {folder}: it links to a folder that does not exist") from None
         return None
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoints in {folder}: {_why(error)}") from None
@@ -165,6 +168,11 @@ def load_latest(folder: Path, tell: Tell) -> Checkpoint | None:
         try:
             return _read(folder, step)
         except FileNotFoundError:
+            if _path(folder, step).is_symlink():
+                raise CheckpointError(
+                    f"cannot read checkpoint {name} in {folder}: it links to a file that does not exist; bring the file back,"
+                    " or remove the link"
+                ) from None
             continue
         except MemoryError:
             raise CheckpointError(f"cannot read checkpoint {name} in {folder}: out of memory; free some and resume") from None
@@ -184,7 +192,7 @@ class _Damaged(Exception):
 
 _FORMAT = "1"
 _NAME = re.compile(r"step-([0-9]+)\.safetensors")
-_LEFTOVER = re.compile(r"\.step-[0-9]+\.safetensors\.part")
+_LEFTOVER = re.compile(r"\.step-[0-9]+\.safetensors(\.[0-9]+)?\.part")
 _BEGIN = b'{"__metadata__":{"sha256":"'  # the digest comes first, so its place is known before anything is parsed
 _DIGEST = slice(8 + len(_BEGIN), 8 + len(_BEGIN) + 64)
 _HEADER_LIMIT_BYTES = 100_000_000  # of the format's other readers
@@ -224,7 +232,6 @@ def _write(folder: Path, snapshot: _Snapshot) -> None:
     for event in snapshot.copied:
         event.synchronize()
     path = _path(folder, snapshot.step)
-    temporary = path.with_name(f".{path.name}.part")
     # Large elements first: each tensor lies at a multiple of its element's size, as readers that map the file need it.
     tensors = dict(sorted(snapshot.tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     head = _head(snapshot, tensors)
@@ -232,16 +239,10 @@ def _write(folder: Path, snapshot: _Snapshot) -> None:
     for tensor in tensors.values():
         digest.update(_bytes(tensor))
     head[_DIGEST] = digest.hexdigest().encode()
-    try:
-        with temporary.open("wb") as file:
-            file.write(head)
-            for tensor in tensors.values():
-                file.write(_bytes(tensor))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(head)
+        for tensor in tensors.values():
+            file.write(_bytes(tensor))
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(opened)  # the rename itself
@@ -318,9 +319,9 @@ def _parse(file: BufferedReader, step: int) -> Checkpoint:
 
 
 def _steps(folder: Path) -> list[int]:
-    """The steps that have a file, newest first."""
+    """The steps that have a file, or a link to one, newest first. A link to nothing counts: its disk may be away."""
     with os.scandir(folder) as entries:
-        found = [_NAME.fullmatch(entry.name) for entry in entries if entry.is_file(follow_symlinks=False)]
+        found = [_NAME.fullmatch(entry.name) for entry in entries if entry.is_file() or not os.path.exists(entry.path)]
     steps = [int(name[1]) for name in found if name is not None and _path(folder, int(name[1])).name == name[0]]
     return sorted(steps, reverse=True)
 

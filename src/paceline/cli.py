@@ -17,8 +17,9 @@ from paceline.dist.launch import INTERRUPTED, start_as_worker
 from paceline.dist.place import read_place
 from paceline.dist.reports import headline, is_lost_contact, report_failure
 from paceline.dist.watch import claim_process
-from paceline.errors import PacelineError, Stopped, UsageError, unknown
+from paceline.errors import PacelineError, Stopped, UsageError, printable, unknown
 from paceline.loading import pause_collector
+from paceline.output import close_output, is_terminal, open_output, warn
 from paceline.toml import read_recipe
 
 _EXAMPLES = """examples:
@@ -37,12 +38,12 @@ _EXAMPLES = """examples:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 failed, 2 the user's mistake, 3 diverged, 130 interrupted, 143 stopped."""
+    open_output()
     claim_process()
     start_as_worker()
     pause_collector()
     code = run(sys.argv[1:] if argv is None else argv)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    close_output()
     # Threads of torch's backends can abort a process that is shutting down its interpreter; nothing is left to do here.
     if "torch" in sys.modules:
         os._exit(code)
@@ -54,9 +55,8 @@ def run(argv: Sequence[str]) -> int:
     try:
         return _verb(_parse(argv))
     except KeyboardInterrupt:
-        if sys.stderr.isatty():
-            print("\r\x1b[K", end="", file=sys.stderr)  # what is left of a progress line
-        print("paceline: interrupted", file=sys.stderr)
+        # On a terminal, over what is left of a progress line.
+        warn(("\r\x1b[K" if is_terminal(sys.stderr) else "") + "paceline: interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -137,11 +137,11 @@ def _explain(error: Exception) -> int:
             time.sleep(2)  # it is the same for all workers, and rank 0 says so unless a launcher ends it because we ended
         return error.exit_code
     if known:
-        print(f"{prefix}{error}", file=sys.stderr)
+        warn(f"{prefix}{error}")
     elif is_lost_contact(error):
-        print(f"{prefix}lost contact with another worker: its own error is the cause", file=sys.stderr)
+        warn(f"{prefix}lost contact with another worker: its own error is the cause")
     else:
-        print(f"{prefix}failed: {headline(error)}\n{traceback.format_exc()}", file=sys.stderr, end="")
+        warn(printable(f"{prefix}failed: {headline(error)}\n{traceback.format_exc()}".rstrip("\n")))
     return error.exit_code if isinstance(error, PacelineError) else 1
 
 

@@ -8,15 +8,15 @@ import argparse
 import ast
 import dataclasses
 import inspect
-import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import UsageError, unknown
+from paceline.values import check_value, short
+from paceline.values import flag as flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check_value(field.name, getattr(self, field.name))
+            check_value(field.name, getattr(self, field.name))
         if self.node_id >= self.nodes:
             raise UsageError(
                 f"--node-id is {self.node_id}, but with --nodes {self.nodes} it must lie between 0 and {self.nodes - 1}"
@@ -218,65 +218,6 @@ class Config:
 _BETAS = {"novograd": (0.95, 0.98)}
 
 
-_AT_LEAST: dict[str, float] = {
-    **dict.fromkeys(("workers", "nodes", "reference_batch", "global_batch", "accumulate", "epochs", "patience"), 1),
-    **dict.fromkeys(("log_every", "timeout_s", "virtual_workers", "min_workers", "keep"), 1),
-    **dict.fromkeys(("parts_at_once", "max_restarts", "grace_s", "eval_batch"), 0),
-    **dict.fromkeys(("node_id", "train_samples", "crop", "loader_workers", "base_lr", "weight_decay", "clip_norm"), 0),
-    **dict.fromkeys(("warmup_epochs", "warmup_steps", "warmup_from", "max_steps", "seed", "check_every"), 0),
-    **dict.fromkeys(
-        ("trust_coefficient", "rest_lr", "sam_rho", "gradient_noise", "norm_part", "local_steps", "step_factor"), 0
-    ),
-}
-_FRACTIONS = ("erase", "momentum", "beta1", "beta2", "label_smoothing", "target_accuracy", "peak_at", "ema", "local_after")
-
-
-def _check_value(name: str, value: Any) -> None:
-    """What can be wrong with one field, whatever the others are."""
-    low = _AT_LEAST.get(name)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UsageError(f"{flag(name)} is {value}: it must be a finite number")
-    if low is not None and value is not None and value < low:
-        raise UsageError(f"{flag(name)} is {value}: it must be at least {low}")
-    if name in _FRACTIONS and value is not None and not 0 <= value <= 1:
-        raise UsageError(f"{flag(name)} is {value}: it must lie between 0 and 1")
-    if name in ("beta1", "beta2", "ema") and value == 1:
-        raise UsageError(f"{flag(name)} is 1: it must be less than 1, or nothing new would be learned")
-    if name == "timeout_s" and value > 10_000_000:
-        raise UsageError(f"--timeout-s is {value:g}: it must be at most 10,000,000 (four months)")
-    if name == "base_lr" and value == 0:
-        raise UsageError("--base-lr is 0: nothing would be learned")
-    if name == "checkpoint_every":
-        parse_every(value)
-    if name == "step_at":
-        parse_fractions(value)
-    if name == "name" and (Path(value).name != value or value == ".."):
-        raise UsageError(f"--name is {value!r}: it must be a plain name; the folder is --runs-dir")
-
-
-def parse_every(text: str) -> tuple[int, float]:
-    """`--checkpoint-every` as (steps, seconds), of which one at least is 0."""
-    number, seconds = text.removesuffix("s"), text.endswith("s")
-    try:
-        value = float(number) if seconds else int(number)
-    except ValueError:
-        value = -1
-    if not 0 <= value < math.inf:
-        raise UsageError(f"--checkpoint-every is {text!r}: it must be a number of steps (500) or of seconds (60s), or 0")
-    return (0, float(value)) if seconds else (int(value), 0.0)
-
-
-def parse_fractions(text: str) -> tuple[float, ...]:
-    """`--step-at` as numbers between 0 and 1, in order."""
-    try:
-        values = tuple(sorted(float(each) for each in text.split(",")))
-    except ValueError:
-        values = (-1.0,)
-    if not all(0 < value < 1 for value in values):
-        raise UsageError(f"--step-at is {text!r}: it must be fractions of the run such as 0.5,0.75")
-    return values
-
-
 SECTIONS = {
     "where it runs": "workers",
     "model and data": "model",
@@ -286,11 +227,6 @@ SECTIONS = {
     "the record": "runs_dir",
 }
 """Headings of the help text, each with the first field below it."""
-
-
-def flag(name: str) -> str:
-    """The flag of a field: `base_lr` is `--base-lr`."""
-    return "--" + name.replace("_", "-")
 
 
 def add_flags(parser: argparse.ArgumentParser, says: Mapping[str, str] | None = None) -> None:
@@ -312,10 +248,16 @@ def add_flags(parser: argparse.ArgumentParser, says: Mapping[str, str] | None = 
         else:
             choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
             metavar = "|".join(choices) if choices else field.name.upper().rsplit("_", 1)[-1]
-            alone = {"nargs": "?", "const": "auto"} if field.name == "resume" else {}
+            alone: dict[str, Any] = {"nargs": "?", "const": "auto", "type": _resume} if field.name == "resume" else {}
             group.add_argument(
-                flag(field.name), default=argparse.SUPPRESS, type=str, metavar=metavar, help=text, dest=field.name, **alone
+                flag(field.name), default=argparse.SUPPRESS, metavar=metavar, help=text, dest=field.name, **alone
             )
+
+
+def _resume(text: str) -> str:
+    if not text:
+        raise UsageError("--resume= has no value: name a record, or use --resume alone for the newest unfinished one")
+    return text
 
 
 def make_config(*layers: Mapping[str, Any]) -> Config:
@@ -342,7 +284,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if key not in kinds:
             raise unknown("key", key, kinds)
         converted[key] = _convert(key, value, kinds[key])
-        _check_value(key, converted[key])
+        check_value(key, converted[key])
     return converted
 
 
@@ -352,7 +294,7 @@ def to_flags(options: Mapping[str, Any]) -> list[str]:
     for key, value in options.items():
         if isinstance(value, bool):
             flags.append(flag(key) if value else "--no-" + key.replace("_", "-"))
-        elif value is not None:
+        elif value is not None and (key, value) != ("resume", ""):
             flags.append(f"{flag(key)}={value}")
     return flags
 
@@ -366,9 +308,9 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if value not in choices:
-            raise unknown(f"value for {flag(key)}", str(value), choices)
+            raise unknown(f"value for {flag(key)}", short(value), choices)
         return value
-    wrong = UsageError(f"{flag(key)} is {value!r}: it must be {_KIND_WORDS[kind]}")
+    wrong = UsageError(f"{flag(key)} is {short(repr(value))}: it must be {_KIND_WORDS[kind]}")
     if kind is bool or isinstance(value, bool):
         if kind is not bool or not isinstance(value, bool):
             raise wrong

@@ -13,11 +13,17 @@ class PacelineError(Exception):
 
     exit_code = 1
 
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
 
 class UsageError(PacelineError):
     """The user asked for something that cannot be: exit code 2."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        return printable(super().__str__()).replace("\n", "\\n")
 
 
 class DataError(PacelineError):
@@ -46,9 +52,14 @@ class Stopped(PacelineError):
         self.exit_code = 130 if why == "Ctrl-C" else 143
 
 
+def printable(text: str) -> str:
+    """The text with everything but lines of plain characters escaped: what a user typed must not control the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """The error for a name that does not exist: it suggests the nearest one, or lists them all."""
-    names = sorted(known)
+    names, name = sorted(known), name if len(name) <= 100 else f"{name[:100]}..."  # matching takes time
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
     return UsageError(f"unknown {kind} {name!r}: {hint}")

@@ -35,9 +35,18 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecordError, UsageError
+from paceline.files import FULL, replacing, write_file
 
 PARTS = ("input", "compute", "communication", "waiting", "optimizer", "other")
 """What the time of a step is split into; they add up to it."""
+
+ROW_FIELDS = frozenset(
+    (
+        *("kind", "step", "epoch", "time_s", "lr", "epoch_time_s", "samples_per_s"),
+        *("noise_scale", "gain", "gradient_variance", "gradient_square"),
+    )
+)
+"""The fields of step and epoch rows that are ours: no metric of a task may have such a name."""
 
 
 class Record:
@@ -48,27 +57,28 @@ class Record:
             self.path = _new_folder(Path(runs_dir), name)
             try:
                 self._open()
-                self._append(self._csv, _CSV_HEADER)
+                self._csv.append(_CSV_HEADER)
+                if self._csv.waiting:  # too full to begin
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except BaseException:
                 self.discard()
                 raise
 
     @classmethod
     def reopen(cls, path: Path) -> "Record":
-        """Go on with a record that was cut short. A RecordError where another run is writing to it."""
+        """Go on with a record that was cut short. A RecordError if another run is writing to it."""
         record = cls.__new__(cls)
         record.path = path
         with _explained(path):
             record._open()
             rows = (path / "metrics.jsonl").read_bytes()
-            record._metrics.truncate(rows.rfind(b"\n") + 1)  # a row that was being written when the run was cut short
+            record._metrics.file.truncate(rows.rfind(b"\n") + 1)  # a row that was being written when the run was cut short
         return record
 
     def _open(self) -> None:
-        self._held = ""
-        self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
-        self._csv = (self.path / "course.csv").open("ab", buffering=0)
-        if not _lock(self._metrics):
+        self._metrics = _Log((self.path / "metrics.jsonl").open("ab", buffering=0))
+        self._csv = _Log((self.path / "course.csv").open("ab", buffering=0))
+        if not _lock(self._metrics.file):
             self._metrics.close()
             self._csv.close()
             raise RecordError(f"another run is writing to {self.path}: wait for it, or start one under another --name")
@@ -78,11 +88,11 @@ class Record:
         with _explained(self.path):
             (self.path / "result.json").unlink(missing_ok=True)
         self.row({"kind": "resume", "step": step, **about})
-        kept = [row for row in read_metrics(self.path) if row["kind"] == "epoch" and "val_accuracy" in row]
+        kept = [_csv_line(row) for row in read_metrics(self.path) if row["kind"] == "epoch"]
         self._csv.close()
-        self.write("course.csv", _CSV_HEADER + "".join(_csv_line(row["time_s"], row["val_accuracy"]) for row in kept))
+        self.write("course.csv", _CSV_HEADER + "".join(kept))
         with _explained(self.path):
-            self._csv = (self.path / "course.csv").open("ab", buffering=0)
+            self._csv = _Log((self.path / "course.csv").open("ab", buffering=0))
 
     def discard(self) -> None:
         """Remove the folder: a disk too full to begin leaves no half of a record."""
@@ -94,53 +104,65 @@ class Record:
             path.write_text(text, encoding="utf-8")
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Append a row to metrics.jsonl; on a full disk, with the next one: perhaps only a checkpoint is in the way."""
-        self._held += json.dumps(_plain(row)) + "\n"
-        try:
-            self._append(self._metrics, self._held)
-        except RecordError as error:
-            full = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENOSPC
-            if not full or len(self._held) > _MOST_HELD:
-                raise
-        else:
-            self._held = ""
+        """Append a row to metrics.jsonl; for an epoch with an accuracy, also a line to the course's CSV.
 
-    def course_row(self, time_s: float, accuracy: float) -> None:
-        """Append a line to the course's CSV."""
-        self._append(self._csv, _csv_line(time_s, accuracy))
+        On a full disk they wait in memory for the next row: perhaps only a checkpoint is in the way.
+        """
+        with _explained(self.path):
+            self._metrics.append(json.dumps(_plain(row)) + "\n")
+            if row.get("kind") == "epoch":
+                self._csv.append(_csv_line(row))
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[Path]:
         """A temporary path to write to; it takes the name when the block ends well, and is gone when it does not."""
-        with _explained(self.path), _replacing(self.path / name) as temporary:
+        with _explained(self.path), replacing(self.path / name) as temporary:
             yield temporary
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Close the record with how it ended."""
+        """Close the record with how it ended. Rows that still find no room are lost, and the result says so."""
         try:
-            if self._held:
-                self._append(self._metrics, self._held)
+            with _explained(self.path):
+                self._metrics.append("")
+                self._csv.append("")
         finally:
             self._metrics.close()
             self._csv.close()
-            self.write("result.json", json.dumps(_plain(result), indent=2) + "\n")
+            lost = self._metrics.waiting
+            noted = {**result, "lost_rows": lost} if lost else result
+            self.write("result.json", json.dumps(_plain(noted), indent=2) + "\n")
 
-    def _append(self, file: FileIO, text: str) -> None:
-        """Append and hand over to the system: a row is there whole, or not at all, whatever happens next."""
-        with _explained(self.path):
-            end, left = os.fstat(file.fileno()).st_size, text.encode()
-            try:
-                while left:  # unbuffered: what a full disk refused must not come back at the next write
-                    left = left[file.write(left) :]
-            except OSError:
-                file.truncate(end)
+
+class _Log:
+    """An append-only file of whole lines. Lines that find no room wait for the next; the oldest go when too many wait."""
+
+    def __init__(self, file: FileIO) -> None:
+        self.file, self._held, self._dropped = file, "", 0
+
+    @property
+    def waiting(self) -> int:
+        """Lines that are not in the file."""
+        return self._dropped + self._held.count("\n")
+
+    def append(self, text: str) -> None:
+        """Append and hand over to the system: a line is there whole or not at all, whatever happens next."""
+        self._held += text
+        end, left = os.fstat(self.file.fileno()).st_size, self._held.encode()
+        try:
+            while left:  # unbuffered: what a full disk refused must not come back at the next write
+                left = left[self.file.write(left) :]
+        except OSError as error:
+            self.file.truncate(end)
+            if error.errno not in FULL:
                 raise
+            while len(self._held) > _MOST_HELD:
+                self._dropped += 1
+                self._held = self._held.partition("\n")[2]
+        else:
+            self._held = ""
 
-
-def write_file(path: Path, text: str) -> None:
-    """Write a whole file at once: it is there complete, or not at all. Raises OSError."""
-    with _replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    def close(self) -> None:
+        self.file.close()
 
 
 def close_cut_short(path: Path, status: str, why: str) -> None:
@@ -150,23 +172,46 @@ def close_cut_short(path: Path, status: str, why: str) -> None:
     """
     if not path.is_dir():
         return
-    result = json.loads((path / "result.json").read_text()) if (path / "result.json").exists() else {}
+    try:
+        result = read_result(path)
+    except RecordError:
+        result = {}
     if result.get("status", "failed") == "failed":
         write_file(path / "result.json", json.dumps({**result, "status": status, "why": why}, indent=2) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """A record's rows as one run would have left them: what a resumed run did again is there once, as it was done last."""
+    """A record's rows as one run would have left them: what a resumed run did again is there once, as it was done last.
+
+    Lines that are no rows are left out (`count_odd_lines` says how many there are).
+    """
     rows: list[dict[str, Any]] = []
-    for line in (path / "metrics.jsonl").read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:  # cut short by a power failure
-            continue
+    for row in filter(None, map(_parse_row, _lines(path))):
         if row["kind"] == "resume":
             rows = [old for old in rows if not _done_again(old, row["step"])]
         rows.append(row)
     return rows
+
+
+def count_odd_lines(path: Path) -> int:
+    """Lines of a record's metrics.jsonl that are no rows: damaged, or not written by Paceline."""
+    return sum(_parse_row(line) is None for line in _lines(path))
+
+
+def _lines(path: Path) -> list[bytes]:
+    return [line for line in (path / "metrics.jsonl").read_bytes().split(b"\n") if line.strip()]
+
+
+def _parse_row(line: bytes) -> dict[str, Any] | None:
+    """The row on a line; None if it has no kind, or no whole number where a step belongs."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # cut short by a power failure, or not text
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
+        return None
+    has_step = isinstance(row.get("step"), int)
+    return row if has_step or (row["kind"] != "resume" and "step" not in row) else None
 
 
 def _done_again(row: Mapping[str, Any], resumed_at: int) -> bool:
@@ -188,27 +233,38 @@ def find_record(name: str, runs_dir: str) -> Path:
     raise UsageError(f"no record {name!r}, neither here nor in {runs}: {hint}")
 
 
-def find_unfinished(runs_dir: Path, task: str) -> Path | None:
-    """The newest record of this task that did not come to its end and that nobody is writing to."""
-    found: list[tuple[float, Path]] = []
+def find_unfinished(runs_dir: Path, task: str) -> tuple[Path | None, list[Path]]:
+    """The newest record of this task that can go on, and newer ones that cannot because a run is writing to them."""
+    found: list[tuple[float, Path, bool]] = []
     for metrics in runs_dir.glob("*/metrics.jsonl"):
         path = metrics.parent
         try:
-            about = json.loads((path / "environment.json").read_text())
-            ended = (path / "result.json").exists() and read_result(path).get("status") not in ("failed", "interrupted")
-            if about.get("task") == task and not ended and not _in_use(metrics):
-                found.append((metrics.stat().st_mtime, path))
-        except (OSError, ValueError, RecordError):  # no record of ours
+            about = json.loads((path / "environment.json").read_bytes())
+            ours = isinstance(about, dict) and about.get("task") == task and metrics.is_file()
+            if ours and not _ended(path):
+                found.append((metrics.stat().st_mtime, path, _in_use(metrics)))
+        except (OSError, ValueError, RecursionError):  # no record of ours
             continue
-    return max(found)[1] if found else None
+    found.sort(reverse=True)
+    newest = next((number for number, (_, _, busy) in enumerate(found) if not busy), len(found))
+    return found[newest][1] if newest < len(found) else None, [path for _, path, _ in found[:newest]]
+
+
+def _ended(path: Path) -> bool:
+    try:
+        return read_result(path).get("status") not in ("failed", "interrupted")
+    except RecordError:  # cut short, or damaged since
+        return False
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A record's result."""
+    """A record's result. A RecordError if there is none that can be read."""
     try:
-        result: dict[str, Any] = json.loads((path / "result.json").read_text())
-    except (OSError, ValueError) as error:
+        result = json.loads((path / "result.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"record {path} has no readable result.json: {error}") from None
+    if not isinstance(result, dict):
+        raise RecordError(f"record {path} has no readable result.json: it holds a {type(result).__name__}, not an object")
     return result
 
 
@@ -245,35 +301,42 @@ _MOST_HELD = 1 << 20  # characters of rows that wait for a disk with room
 _CSV_HEADER = "time,val_accuracy\n"
 
 
-def _csv_line(time_s: float, accuracy: float) -> str:
-    return f"{time_s:.3f},{accuracy:.4f}\n"
+def _csv_line(row: Mapping[str, Any]) -> str:
+    """An epoch's line in the course's CSV; empty for one without an accuracy, or with text in its place."""
+    try:
+        return f"{float(row['time_s']):.3f},{float(row['val_accuracy']):.4f}\n"
+    except (KeyError, TypeError, ValueError):
+        return ""
 
 
 def _lock(file: FileIO) -> bool:
     """Take the record, until this process ends. True also where the file system knows no locks.
 
-    Waits a little: a killed run's DataLoader processes hold its lock until they notice, within 5 s.
+    Waits a little: a run that was just killed may still be ending.
     """
     end = time.monotonic() + _LOCK_PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return True
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.1)
-        else:
-            return True
+    while not _try_lock(file, fcntl.LOCK_EX):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
-_LOCK_PATIENCE_S = 6.0
+_LOCK_PATIENCE_S = 1.5
 
 
 def _in_use(metrics: Path) -> bool:
-    with metrics.open("ab", buffering=0) as file:
-        return not _lock(file)
+    """Whether a run is writing to this record. The lock is shared, so that others who look at the same time do not count."""
+    with metrics.open("rb", buffering=0) as file:
+        return not _try_lock(file, fcntl.LOCK_SH)
+
+
+def _try_lock(file: FileIO, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
 
 
 def _new_folder(runs_dir: Path, name: str) -> Path:
@@ -292,23 +355,11 @@ def _new_folder(runs_dir: Path, name: str) -> Path:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@contextmanager
 def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fix = "free some space or choose another --runs-dir" if error.errno == errno.ENOSPC else "choose another --runs-dir"
+        fix = "free some space or choose another --runs-dir" if error.errno in FULL else "choose another --runs-dir"
         raise RecordError(f"cannot write the record in {path}: {error.strerror or error}; {fix}") from error
 
 

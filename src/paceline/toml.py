@@ -10,17 +10,25 @@ from typing import Any
 
 from paceline.config import Config
 from paceline.errors import UsageError, unknown
+from paceline.values import short
+
+_MOST_BYTES = 1_000_000
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
     """A TOML file's content; a UsageError of one line, which calls it `what`, where there is none."""
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise UsageError(f"{what} is larger than {_MOST_BYTES:,} bytes: it is not a file of options")
+        return tomllib.loads(content.decode())
     except OSError as error:
         raise UsageError(f"cannot read {what}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{what} is not valid TOML: {error}") from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
+        raise UsageError(f"{what} is not valid TOML: {short(str(error), 200)}") from None
+    except RecursionError:
+        raise UsageError(f"{what} is not valid TOML: its values are nested too deeply") from None
 
 
 def read_recipe(name: str) -> dict[str, Any]:

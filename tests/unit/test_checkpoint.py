@@ -216,20 +216,75 @@ def test_only_plain_files_with_our_names_count(tmp_path, folder, writer):
     one.save(*of(1))
     assert one.wait()
     good = (folder / file_of(1)).read_bytes()
-    (tmp_path / "elsewhere").write_bytes(good)
-    (folder / file_of(2)).symlink_to(tmp_path / "elsewhere")
     (folder / file_of(3)).mkdir()
     os.mkfifo(folder / file_of(4))  # opening it would wait for ever
+    (folder / file_of(2)).symlink_to(folder / file_of(4))
     others = ["step-5.safetensors", "step-0000000006.safetensors", "step-000000007.safetensors.bak", f".{file_of(8)}.part"]
     for name in [*others, "step-٠٠٠٠٠٠٠٠٩.safetensors", "notes.txt"]:
         (folder / name).write_bytes(good)
     assert is_of(load_latest(folder, pytest.fail), 1)
 
 
+def test_links_to_checkpoints_are_read_and_their_targets_never_touched(tmp_path, folder, writer):
+    """Somebody moved them to another disk."""
+    one = writer(keep=1)
+    one.save(*of(1))
+    assert one.wait()
+    away = tmp_path / "away"
+    away.mkdir()
+    (folder / file_of(1)).rename(away / file_of(1))
+    (folder / file_of(1)).symlink_to(away / file_of(1))
+    moved = (away / file_of(1)).read_bytes()
+    assert is_of(load_latest(folder, pytest.fail), 1)
+    two = writer(keep=1)
+    two.save(*of(1))  # the same step again replaces the link ...
+    assert two.wait()
+    assert not (folder / file_of(1)).is_symlink()
+    (folder / file_of(1)).unlink()
+    (folder / file_of(1)).symlink_to(away / file_of(1))
+    two.save(*of(2))  # ... and a newer one removes it
+    assert two.wait()
+    assert names(folder) == [file_of(2)]
+    assert (away / file_of(1)).read_bytes() == moved
+
+
+def test_a_link_to_a_folder_of_checkpoints_works(tmp_path):
+    away, folder = tmp_path / "away", tmp_path / "linked"
+    away.mkdir()
+    folder.symlink_to(away)
+    one = Writer(folder, 2, pytest.fail)
+    one.save(*of(1))
+    one.close()
+    assert is_of(load_latest(folder, pytest.fail), 1)
+    assert folder.is_symlink()
+
+
+def test_a_link_that_leads_nowhere_is_an_error_not_a_new_start(tmp_path, folder, writer):
+    """Its disk may only be away: to start over would be to lose it."""
+    folder.mkdir()
+    (folder / file_of(1)).symlink_to(tmp_path / "away")
+    with pytest.raises(CheckpointError, match=r"step-000000001 in .*: it links to a file that does not exist; bring the file"):
+        load_latest(folder, pytest.fail)
+    (tmp_path / "linked").symlink_to(tmp_path / "away")
+    with pytest.raises(CheckpointError, match="linked: it links to a folder that does not exist"):
+        load_latest(tmp_path / "linked", pytest.fail)
+
+
+def test_a_planted_link_is_not_written_through(tmp_path, folder, writer):
+    (tmp_path / "victim").write_text("theirs")
+    one = writer()
+    for name in (f".{file_of(1)}.part", f".{file_of(1)}.{os.getpid()}.part"):
+        (folder / name).symlink_to(tmp_path / "victim")
+    one.save(*of(1))
+    assert one.wait()
+    assert (tmp_path / "victim").read_text() == "theirs"
+    assert is_of(load_latest(folder, pytest.fail), 1)
+
+
 def test_a_new_writer_removes_what_was_cut_short_and_nothing_else(folder, writer, told):
     folder.mkdir()
     mine = ["notes.txt", ".notes.part", "step-1.part", ".step-000000001.safetensors", file_of(3)]
-    for name in [*mine, f".{file_of(1)}.part", f".{file_of(10**9)}.part"]:
+    for name in [*mine, f".{file_of(1)}.part", f".{file_of(10**9)}.part", f".{file_of(2)}.123.part"]:
         (folder / name).write_text("x")
     writer()
     assert names(folder) == sorted(mine)
@@ -688,7 +743,7 @@ def test_the_disk_has_it_before_it_has_the_name_and_before_others_go(folder, wri
     monkeypatch.setattr(Path, "unlink", note_unlink)
     one.save(*of(2))
     assert one.wait()
-    whole = f"sync .{file_of(2)}.part of {(folder / file_of(2)).stat().st_size} bytes"
+    whole = f"sync .{file_of(2)}.{os.getpid()}.part of {(folder / file_of(2)).stat().st_size} bytes"
     assert order == [whole, f"rename to {file_of(2)}", "sync folder", f"remove {file_of(1)}"]
 
 

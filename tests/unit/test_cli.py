@@ -1,6 +1,7 @@
 """The command line: a mistake is one line and exit code 2, a failure one line and 1, and help is there at once."""
 
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -75,6 +76,19 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         (("train", "fashion-mnist-mini", "--workers", "two"), "--workers is 'two': it must be a whole number"),
         (("train", "fashion-mnist-mini", "--workers", "0"), "--workers is 0: it must be at least 1"),
         (("train", "fashion-mnist-mini", "--name", "../x"), "--name is '../x': it must be a plain name"),
+        (("train", ""), "unknown task ''"),
+        (("train", "\x1b[2J\n.py"), "task file \\x1b[2J\\n.py does not exist"),
+        (("train", "fashion-mnist-mini", "--name=-x"), "--name is '-x': it must be a plain name"),
+        (("train", "fashion-mnist-mini", "--name", "a\nb"), "--name is 'a\\nb': it must not contain control characters"),
+        (("train", "fashion-mnist-mini", "--tracker", "\x1b[2J"), "unknown value for --tracker '\\x1b[2J'"),
+        (("train", "fashion-mnist-mini", "--\x1b[2J"), "unknown flag --\\x1b[2J"),
+        (("train", "fashion-mnist-mini", "--recipe", "a\x1b.toml"), "cannot read recipe a\\x1b.toml: No such file"),
+        (("train", "fashion-mnist-mini", "--resume="), "--resume= has no value"),
+        (
+            ("train", "fashion-mnist-mini", "--train-samples", "6001"),
+            "--train-samples is 6001: task fashion-mnist-mini has",
+        ),
+        (("train", "fashion-mnist-mini", "--crop", "29"), "--crop is 29: images of fashion-mnist-mini are 28 x 28 pixels"),
         (("train",), "the following arguments are required: task"),
         ((), "required: VERB"),
         (("data", "lst"), "invalid choice: 'lst'"),
@@ -338,6 +352,38 @@ def test_the_exit_code_reaches_the_shell():
     done = paceline("trian")
     assert done.returncode == 2
     assert done.stderr == "paceline: unknown verb 'trian': did you mean 'train'?\n"
+
+
+@pytest.mark.parametrize("where", ["full", "closed", "gone"])
+def test_output_that_cannot_be_written_ends_no_run(runs: Path, where: str) -> None:
+    """A full disk, closed streams, a reader that is gone: the run trains to its end and says so by its exit code."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    redirect = {"full": ">/dev/full 2>/dev/full", "closed": ">&- 2>&- <&-", "gone": f">&{writer}"}[where]
+    try:
+        command = f"{sys.executable} -m paceline {' '.join(MINI)} --name x {redirect}"
+        done = subprocess.run(["bash", "-c", command], pass_fds=(writer,), capture_output=True, timeout=120, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (runs / "x" / "model.safetensors").exists()
+    assert json.loads((runs / "x" / "result.json").read_text())["status"] == "done"
+    noted = "could not be printed" in (runs / "x" / "metrics.jsonl").read_text()
+    assert noted == (where != "closed"), "what the user closed is not missed"
+
+
+def test_a_global_batch_far_beyond_the_data_is_one_step_an_epoch(runs: Path) -> None:
+    argv = ["train", "fashion-mnist-mini", "--model", "linear", "--max-steps", "2", "--lr-rule", "none"]
+    assert cli.run([*argv, "--train-samples", "300", "--global-batch", "1000000000000"]) == 0
+
+
+def test_an_error_of_ours_has_no_control_characters(capsys, monkeypatch):
+    def fail(*_: Any) -> int:
+        raise LookupError("\x1b[2J")
+
+    monkeypatch.setattr(cli, "_verb", fail)
+    assert cli.run(["doctor"]) == 1
+    assert "\x1b" not in capsys.readouterr().err
 
 
 def test_a_reader_that_goes_away_is_no_traceback(capfd, monkeypatch):

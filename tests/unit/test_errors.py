@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from paceline import errors
-from paceline.errors import PacelineError, unknown
+from paceline.errors import PacelineError, RecordError, UsageError, unknown
 
 
 def test_a_near_name_is_suggested():
@@ -18,6 +18,21 @@ def test_the_nearest_of_several_is_suggested():
 
 def test_where_nothing_is_near_all_are_listed_in_order():
     assert str(unknown("optimizer", "zzz", ["sgd", "adamw"])) == "unknown optimizer 'zzz': known: adamw, sgd"
+
+
+@pytest.mark.parametrize("text", ["a\x1b[2Jb", "a\x07b", "a\x9bb", "a\udcffb", "a\u202eb", "a\rb"])
+def test_a_message_cannot_control_the_terminal(text):
+    for kind in (PacelineError, UsageError, RecordError):
+        assert str(kind(text)).isprintable()
+
+
+def test_a_users_mistake_is_one_line_and_a_workers_traceback_is_many():
+    assert str(UsageError("a\nb")) == "a\\nb"
+    assert str(PacelineError("a\n\tb é 火")) == "a\n\tb é 火"
+
+
+def test_a_very_long_name_is_cut(monkeypatch):
+    assert len(str(unknown("task", "x" * 10**6, ["sgd"]))) < 200
 
 
 def test_an_unknown_name_is_the_users_mistake():

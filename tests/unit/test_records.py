@@ -1,11 +1,13 @@
 """Records: a new folder a run, whole files and whole rows or none, also on a full disk."""
 
 import errno
+import fcntl
 import json
 import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -53,7 +55,7 @@ class PretendDisk(Disk):
         self._patch.setattr(Path, "mkdir", no_space)
         self._patch.setattr(Path, "write_text", no_space)
         if record is not None:
-            self._file = record._metrics = Full(record._metrics, room=700)
+            self._file = record._metrics.file = Full(record._metrics.file, room=700)
 
     def free(self) -> None:
         self._patch.undo()
@@ -152,8 +154,9 @@ def test_ten_thousand_of_a_name_are_enough(tmp_path, monkeypatch):
 def test_rows_are_there_at_once(record):
     record.row({"step": 1, "loss": 0.5})
     record.row({"step": 2})
-    record.course_row(1.23456, 0.98765)
-    assert rows(record.path) == [{"step": 1, "loss": 0.5}, {"step": 2}]
+    epoch = {"kind": "epoch", "step": 2, "time_s": 1.23456, "val_accuracy": 0.98765}
+    record.row(epoch)
+    assert rows(record.path) == [{"step": 1, "loss": 0.5}, {"step": 2}, epoch]
     assert (record.path / "course.csv").read_text() == "time,val_accuracy\n1.235,0.9877\n"
 
 
@@ -205,7 +208,7 @@ def test_replacing_keeps_the_old_file_on_failure(record):
 
 def test_a_row_that_does_not_fit_waits_for_the_next(record):
     record.row({"step": 1})
-    small = record._metrics = Full(record._metrics, room=5)
+    small = record._metrics.file = Full(record._metrics.file, room=5)
     record.row({"step": 2})
     assert rows(record.path) == [{"step": 1}], "half a row"
     small.room = 1000
@@ -213,37 +216,59 @@ def test_a_row_that_does_not_fit_waits_for_the_next(record):
     assert rows(record.path) == [{"step": 1}, {"step": 2}, {"step": 3}]
     small.room = 5
     record.row({"step": 4})
-    with pytest.raises(RecordError, match="No space left on device; free some space or choose another --runs-dir"):
-        record.finish({})
+    record.finish({"status": "done"})
+    assert read_result(record.path) == {"status": "done", "lost_rows": 1}
 
 
-def test_a_full_disk_is_one_line_and_no_half_row(disk, monkeypatch):
+def test_a_full_disk_costs_rows_and_not_the_run(disk, monkeypatch):
     monkeypatch.setattr(records, "_MOST_HELD", 1000)  # three of the rows below
     record = Record(str(disk.folder), "x")
     record.row({"step": 0})
     disk.fill(record)
-    count = 0
-
-    def append() -> None:
-        nonlocal count
-        while True:  # the last page of the file has room for a few
-            count += 1
-            record.row({"step": count, "text": "y" * 300})
-
+    for step in range(1, 41):  # the last page of the file has room for a few
+        record.row({"step": step, "text": "y" * 300})
+    written = [row["step"] for row in rows(record.path)]
+    assert 0 < len(written) < 30
+    assert written == list(range(len(written))), "half a row"
     with pytest.raises(RecordError) as caught:
-        append()
+        record.write("config.toml", "x" * 10_000)
     assert str(caught.value) == (
         f"cannot write the record in {record.path}: No space left on device; free some space or choose another --runs-dir"
     )
-    written = [row["step"] for row in rows(record.path)]
-    assert written == list(range(count - 3)), "half a row, or more than three that wait in memory"
-    with pytest.raises(RecordError, match="No space left"):
-        record.write("config.toml", "x" * 10_000)
     assert {path.name for path in record.path.iterdir()} == {"metrics.jsonl", "course.csv"}
     disk.free()
     record.finish({"status": "failed"})
-    assert [row["step"] for row in rows(record.path)] == list(range(count + 1)), "rows that waited are lost"
-    assert read_result(record.path) == {"status": "failed"}
+    assert [row["step"] for row in rows(record.path)] == [*written, 38, 39, 40], "the newest rows waited"
+    assert read_result(record.path) == {"status": "failed", "lost_rows": 40 - len(written) - 2}
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("log", ["_metrics", "_csv"])
+def test_rows_wait_for_room_in_both_files(record, monkeypatch, log, code):
+    """The disk, the quota and the largest size of a file; metrics.jsonl and course.csv."""
+
+    class Refuses(Full):
+        def write(self, data: bytes) -> int:
+            raise OSError(code, os.strerror(code))
+
+    first, second = ({"kind": "epoch", "step": step, "time_s": 1.0, "val_accuracy": 0.5} for step in (1, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(record, log), "file", Refuses(getattr(record, log).file, 0))
+        record.row(first)
+    record.row(second)
+    assert rows(record.path) == [first, second]
+    assert (record.path / "course.csv").read_text() == "time,val_accuracy\n" + "1.000,0.5000\n" * 2
+
+
+def test_another_error_than_a_full_disk_is_told(record, monkeypatch):
+    monkeypatch.setattr(record._metrics, "file", Broken(record._metrics.file, 0))
+    with pytest.raises(RecordError, match="Input/output error; choose another --runs-dir"):
+        record.row({"kind": "step", "step": 1})
+
+
+class Broken(Full):
+    def write(self, data: bytes) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_a_full_disk_at_the_start_is_one_line(disk):
@@ -285,7 +310,7 @@ def test_closing_a_record_that_never_was_does_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "\xff"])
+@pytest.mark.parametrize("text", [None, "", "{", "\xff", "[]", "3"])
 def test_an_unreadable_result_is_one_line(tmp_path, text):
     if text is not None:
         (tmp_path / "result.json").write_text(text, encoding="latin-1")
@@ -350,11 +375,9 @@ def test_a_resumed_record_reads_as_if_nothing_had_happened(record: Record) -> No
     for step in (2, 4, 6):
         record.row(row(step, loss=float(step)))
     record.row(row(6, "epoch", time_s=1.0, val_accuracy=0.5))
-    record.course_row(1.0, 0.5)
     record.row(row(8, loss=8.0))
     record.row(row(12, "epoch", time_s=2.0, val_accuracy=0.6))
-    record.course_row(2.0, 0.6)
-    record._metrics.write(b'{"kind": "step", "st')  # killed in the middle of a row
+    record._metrics.file.write(b'{"kind": "step", "st')  # killed in the middle of a row
     record._metrics.close()
     record._csv.close()
     close_cut_short(record.path, "failed", "killed")
@@ -382,42 +405,93 @@ def test_an_epoch_whose_validation_is_done_again_is_there_once(record: Record) -
     for _ in range(2):
         record.resume(6, {})
         record.row(row(6, "epoch", time_s=1.0, val_accuracy=0.5))
-        record.course_row(1.0, 0.5)
     kinds = [r["kind"] for r in records.read_metrics(record.path)]
     assert kinds == ["step", "resume", "resume", "epoch"]
     assert (record.path / "course.csv").read_text() == "time,val_accuracy\n1.000,0.5000\n"
 
 
 def test_one_run_at_a_time_writes_to_a_record(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_LOCK_PATIENCE_S", 0.3)
+    clock = iter(range(100))  # half a second each time it is asked
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock) / 2)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with pytest.raises(RecordError, match="another run is writing to"):
         Record.reopen(record.path)
+    assert next(clock) <= 5, "it waited for more than two seconds"
     record.finish({"status": "failed"})
     Record.reopen(record.path).finish({"status": "done"})
 
 
+def leave(runs: Path, name: str, task: str, status: str | None, when: float = 1e8) -> Record:
+    made = Record(str(runs), name)
+    made.write("environment.json", json.dumps({"task": task}))
+    if status is not None:
+        made.finish({"status": status})
+        os.utime(made.path / "metrics.jsonl", (when, when))
+    return made
+
+
 def test_the_newest_unfinished_record_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_LOCK_PATIENCE_S", 0.0)
-
-    def leave(name: str, task: str, status: str | None, when: float) -> Record:
-        made = Record(str(tmp_path), name)
-        made.write("environment.json", json.dumps({"task": task}))
-        if status is not None:
-            made.finish({"status": status})
-            os.utime(made.path / "metrics.jsonl", (when, when))
-        return made
-
-    assert records.find_unfinished(tmp_path / "nowhere", "mine") is None
-    leave("done", "mine", "done", 9e8)
-    leave("diverged", "mine", "diverged", 8e8)
-    leave("other", "theirs", "failed", 7e8)
-    assert records.find_unfinished(tmp_path, "mine") is None
-    leave("old", "mine", "failed", 1e8)
-    leave("new", "mine", "interrupted", 2e8)
-    busy = leave("busy", "mine", None, 0)
+    assert records.find_unfinished(tmp_path / "nowhere", "mine") == (None, [])
+    leave(tmp_path, "done", "mine", "done", 9e8)
+    leave(tmp_path, "diverged", "mine", "diverged", 8e8)
+    leave(tmp_path, "other", "theirs", "failed", 7e8)
+    assert records.find_unfinished(tmp_path, "mine") == (None, [])
+    leave(tmp_path, "old", "mine", "failed", 1e8)
+    leave(tmp_path, "new", "mine", "interrupted", 2e8)
+    busy = leave(tmp_path, "busy", "mine", None)
     (tmp_path / "rubbish").mkdir()
     (tmp_path / "rubbish" / "metrics.jsonl").write_text("")
-    assert records.find_unfinished(tmp_path, "mine") == tmp_path / "new"
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits for a record in use"))
+    assert records.find_unfinished(tmp_path, "mine") == (tmp_path / "new", [tmp_path / "busy"])
     busy._metrics.close()  # its run was killed: nobody said how it ended
     busy._csv.close()
-    assert records.find_unfinished(tmp_path, "mine") == tmp_path / "busy"
+    assert records.find_unfinished(tmp_path, "mine") == (tmp_path / "busy", [])
+
+
+def test_somebody_who_looks_at_a_record_does_not_use_it(tmp_path: Path) -> None:
+    """The board takes a shared lock for a moment to see whether a run is alive."""
+    leave(tmp_path, "mine", "mine", "failed")
+    with (tmp_path / "mine" / "metrics.jsonl").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        assert records.find_unfinished(tmp_path, "mine") == (tmp_path / "mine", [])
+
+
+@pytest.mark.parametrize("name", ["environment.json", "result.json"])
+@pytest.mark.parametrize("content", [b"[]", b"1", b"\xff", b"{", b"[" * 100_000, b'{"status": 3}'])
+def test_a_damaged_record_hides_no_other(tmp_path: Path, name: str, content: bytes) -> None:
+    leave(tmp_path, "good", "mine", "failed", 2e8)
+    leave(tmp_path, "bad", "theirs", "failed", 3e8)
+    (tmp_path / "bad" / name).write_bytes(content)
+    assert records.find_unfinished(tmp_path, "mine") == (tmp_path / "good", [])
+
+
+ODD_LINES = [b"\xff\xfe", b"5", b"[1]", b'"text"', b"null", b"{}", b'{"kind": 3}', b'{"kind": "step", "step": "9"}']
+ODD_LINES += [b'{"kind": "resume"}', b'{"kind": "resume", "step": null}', b'{"kind": "st', b"[" * 100_000]
+
+
+@pytest.mark.parametrize("line", ODD_LINES)
+def test_a_line_that_is_no_row_is_left_out(record: Record, line: bytes) -> None:
+    record.row(row(1, "epoch", time_s=1.0, val_accuracy=0.5))
+    record._metrics.file.write(line + b"\n")
+    record.row(row(2, loss=1.0))
+    record.finish({"status": "failed"})
+    again = Record.reopen(record.path)
+    again.resume(2, {})
+    again.finish({"status": "done"})
+    assert [(r["kind"], r["step"]) for r in records.read_metrics(record.path)] == [("epoch", 1), ("step", 2), ("resume", 2)]
+    assert records.count_odd_lines(record.path) == 1
+    assert (record.path / "course.csv").read_text() == "time,val_accuracy\n1.000,0.5000\n"
+
+
+def test_an_accuracy_that_is_no_number_is_no_obstacle(record: Record) -> None:
+    record.row(row(1, "epoch", time_s=1.0, val_accuracy=math.nan))
+    record.row(row(2, "epoch", time_s=[], val_accuracy="high"))
+    record.resume(3, {})
+    assert (record.path / "course.csv").read_text() == "time,val_accuracy\n1.000,nan\n"
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "{"])
+def test_an_odd_result_is_replaced_when_a_worker_died(record: Record, content: str) -> None:
+    (record.path / "result.json").write_text(content)
+    close_cut_short(record.path, "failed", "worker 1 was killed by SIGKILL")
+    assert read_result(record.path) == {"status": "failed", "why": "worker 1 was killed by SIGKILL"}

@@ -171,6 +171,8 @@ def _get(job: _Job, url: str) -> None:
 
 def _transfer(job: _Job, url: str) -> bool:
     """Bring the `.part` to its full length. True if bytes of an earlier transfer are in it."""
+    if job.part.is_symlink():  # planted: we never make one
+        job.part.unlink()
     offset = job.part.stat().st_size if job.part.exists() else 0
     headers = {"User-Agent": "paceline"} | ({"Range": f"bytes={offset}-"} if offset else {})
     try:
@@ -188,9 +190,13 @@ def _transfer(job: _Job, url: str) -> bool:
         if continued and not re.match(rf"bytes {offset}-", response.headers.get("Content-Range", "")):
             job.part.unlink()
             raise _FailedError("the server sent another range than the one asked for")
-        with job.part.open("ab" if continued else "wb") as file:
+        with open(job.part, "ab" if continued else "wb", opener=_no_link) as file:
             _copy(job, response, file, offset if continued else 0)
     return continued
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _opener() -> urllib.request.OpenerDirector:

@@ -10,6 +10,7 @@ from typing import Self
 
 from paceline.data import fashion_mnist
 from paceline.errors import DataError
+from paceline.output import is_terminal, say
 
 
 def list_data(data_dir: Path | None = None) -> int:
@@ -61,7 +62,7 @@ class DownloadProgress:
     """Prints how far a download is. Remembers what it last said, so as to speak only when there is something new."""
 
     def __init__(self) -> None:
-        self._terminal = sys.stdout.isatty()
+        self._terminal = is_terminal(sys.stdout)
         self._last = ""
         self._open_line = False
 
@@ -72,10 +73,10 @@ class DownloadProgress:
             return
         self._last = news
         if self._terminal:
-            print(f"\r{line:<60}", end="", flush=True)
+            say(f"\r{line:<60}", end="")
             self._open_line = True
         else:
-            print(line, flush=True)
+            say(line)
 
     def __enter__(self) -> Self:
         return self
@@ -83,4 +84,4 @@ class DownloadProgress:
     def __exit__(self, *_: object) -> None:
         """Leave the line that was being rewritten, so that what follows has its own."""
         if self._open_line:
-            print()
+            say("")

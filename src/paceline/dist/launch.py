@@ -41,6 +41,7 @@ from paceline.dist.reports import (
 from paceline.dist.restarts import Crew, Failure, command_again, newest_checkpoint, next_crew
 from paceline.errors import UsageError
 from paceline.loading import resume_collector
+from paceline.output import is_terminal, warn
 
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 STOPPED = 143  # ... and by SIGTERM
@@ -85,7 +86,7 @@ def launch(command: Sequence[str], config: Config) -> Outcome:
             before = after if crew == last else None  # ranks move up when one is taken out
             total = crew.workers * config.nodes
             said = f"restart {restart} of {config.max_restarts} on {total} worker{'s' * (total > 1)}{why}"
-            print(f"paceline: {report.text.splitlines()[0]}; {said}", file=sys.stderr, flush=True)
+            warn(f"paceline: {report.text.splitlines()[0]}; {said}")
             command = command_again(command, crew, config, record)
             if config.nodes > 1:
                 _meet_anew(config)
@@ -202,8 +203,8 @@ def _wait(thread: threading.Thread, config: Config, reports: Path, wish: Wish) -
     ask_to_stop(reports, wish.why)
     # Before rank 0 has a record nobody looks for a wish to stop, and nothing would be lost. Other nodes' launchers have none.
     begun = read_record(reports) is not None or (config.node_id > 0 and bool(read_begun(reports)))
-    if begun and wish.why == "Ctrl-C" and sys.stderr.isatty():
-        print(STOPPING, file=sys.stderr, flush=True)
+    if begun and wish.why == "Ctrl-C" and is_terminal(sys.stderr):
+        warn(STOPPING)
     end = time.monotonic() + (config.grace_s if begun else 0)
     while thread.is_alive() and wish.times == 1 and time.monotonic() < end:
         thread.join(0.1)

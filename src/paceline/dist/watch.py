@@ -21,6 +21,7 @@ from paceline.dist import reports
 from paceline.dist.launch import INTERRUPTED, STOPPED, STOPPING
 from paceline.dist.place import read_place
 from paceline.errors import PacelineError, Stopped
+from paceline.output import is_terminal, warn
 
 PHASES = ("loading", "data", "forward", "backward", "reduce", "validation", "checkpoint")
 """What a worker can be doing: before the first step, then in the order of a step."""
@@ -141,8 +142,8 @@ class Watch:
         self._signals += 1
         self._note(number)
         alone = self._place.launcher == "alone"
-        if number == signal.SIGINT and self._signals == 1 and alone and not self._loads() and sys.stderr.isatty():
-            print(STOPPING, file=sys.stderr, flush=True)
+        if number == signal.SIGINT and self._signals == 1 and alone and not self._loads() and is_terminal(sys.stderr):
+            warn(STOPPING)
         if number == signal.SIGINT and self._signals > 1:
             self._deadline = min(self._deadline, time.monotonic() + _UNWIND_S)
 
@@ -151,12 +152,12 @@ class Watch:
         late = f"paceline: worker {self._rank} did not end within {self._grace_s:g} s of {self.stop}"
         alone = self._place.launcher == "alone"
         if alone and self._interrupt(self._why_interrupted("in the middle of a step")):
-            print(f"{late}: it is interrupted", file=sys.stderr, flush=True)
+            warn(f"{late}: it is interrupted")
             self._deadline = time.monotonic() + _UNWIND_S
         elif alone and not _ours:
             self._deadline = float("inf")
         else:
-            print(f"{late}: it ends now", file=sys.stderr, flush=True)
+            warn(f"{late}: it ends now")
             os._exit(self._exit_code)
 
     def _interrupt(self, error: BaseException) -> bool:
@@ -188,7 +189,7 @@ class Watch:
             text = f"worker {self._rank} hung: no progress for {self._timeout_s:g} s at step {step}, in {phase}"
         headline, text = text, f"{text}\n{self._stack()}".rstrip()
         if not reports.leave(reports.Report(self._rank, time.time(), 1, text, lost_contact=may_wait, waited=may_wait)):
-            print(f"paceline: {text}", file=sys.stderr, flush=True)
+            warn(f"paceline: {text}")
         if self._place.launcher == "alone" and not _ours:  # nobody waits for it
             self._last = None  # said once
             self._interrupt(PacelineError(headline))
@@ -205,7 +206,7 @@ class Watch:
         limit = max(_STUCK_S, 2 * self._longest_wait_s)
         if time.monotonic() - max(when, self._asked) > limit:
             late = f"paceline: worker {self._rank} was asked to stop and is stuck at step {step}, in {phase}: it ends now"
-            print(late, file=sys.stderr, flush=True)
+            warn(late)
             os._exit(self._exit_code)
 
     def _stack(self) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 from paceline.config import Config, flag
 from paceline.dist.reports import headline
 from paceline.errors import DataError, PacelineError, RecordError, Stopped, UsageError
+from paceline.files import write_file
 from paceline.measure.results import GOOD
 from paceline.records import read_result
 
@@ -195,13 +196,8 @@ def read_state(call: Call, run: Planned) -> dict[str, Any]:
 
 def write_json(path: Path, value: Any, option: str = "--runs-dir") -> None:
     """Whole or not at all, and without NaN, which JSON does not have."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     with explained(path.parent, option):
-        try:
-            temporary.write_text(json.dumps(_plain(value), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_file(path, json.dumps(_plain(value), indent=1, allow_nan=False) + "\n")
 
 
 def _plain(value: Any) -> Any:

@@ -19,8 +19,9 @@ from paceline.config import Config, make_config, to_flags
 from paceline.dist.launch import launch
 from paceline.dist.place import cores, read_place
 from paceline.errors import PacelineError, RecordError, UsageError
+from paceline.files import write_file
 from paceline.measure.advice import advise_scale, table
-from paceline.records import environment, name_for, write_file
+from paceline.records import environment, name_for
 from paceline.toml import read_recipe
 
 FILE = "scale.json"

@@ -8,7 +8,8 @@ resuming needs nothing but the step number.
 import math
 from dataclasses import dataclass
 
-from paceline.config import Config, parse_fractions
+from paceline.config import Config
+from paceline.values import parse_fractions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,8 @@ from typing import Any
 
 from paceline import __version__
 from paceline.errors import PacelineError, RecordError, UsageError
-from paceline.records import find_record, write_file
+from paceline.files import write_file
+from paceline.records import find_record
 from paceline.report.read import STUDY_FILES, find_sources, kind_of, read_source
 from paceline.report.summary import headline
 

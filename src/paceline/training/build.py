@@ -1,7 +1,7 @@
 """Put a run together: data, model, optimizer, step. What each worker needs before the first step."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -85,8 +85,9 @@ def _build(task: Task, config: Config, world: World) -> Run:
     train, validation, data_sha256 = load_data(task, config, world)
     sampler, schedule = plan_run(config, world, count_samples(train))
     seed_all(key(config.seed, _INIT))
-    model = (task.model() if task.model else _model(config, task, train)).to(world.device)
-    notes = _check_norm_part(model, config.norm_part)
+    model, compiled = strip_compiled(task.model() if task.model else _model(config, task, train))
+    model = model.to(world.device)
+    notes = (*compiled, *_check_norm_part(model, config.norm_part))
     grouping = choose_grouping(model, config, sampler.parts, world.size)
     if grouping.at_once > 1 and not grouping.one_pass:
         grouping, said = _keep_apart(grouping, _why_apart(task, train, config, sampler, world), config)
@@ -145,6 +146,17 @@ def _build(task: Task, config: Config, world: World) -> Run:
         contract=make_contract(config, world, sampler, schedule, about),
         notes=notes,
     )
+
+
+def strip_compiled(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model without torch.compile's wrappers, which put `_orig_mod.` into names of weights; and a note if it had any."""
+    bare = getattr(model, "_orig_mod", model)
+    inner = [(parent, *item) for parent in bare.modules() for item in parent._modules.items() if hasattr(item[1], "_orig_mod")]
+    for parent, name, child in inner:
+        parent._modules[name] = cast(Any, child)._orig_mod
+    if bare is model and not inner:
+        return model, ()
+    return bare, ("the task's model comes from torch.compile and is taken as it was before: --fast decides what is compiled",)
 
 
 def _check_norm_part(model: nn.Module, norm_part: int) -> tuple[str, ...]:

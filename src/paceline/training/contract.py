@@ -180,4 +180,6 @@ def _settings(config: Config) -> str:
         case "novograd":
             averaged = ", gradients averaged" if config.grad_averaging else ""
             return f" betas {config.beta1:g} and {config.beta2:g}{averaged}"
-    return f" betas {config.beta1:g} and {config.beta2:g}"
+        case "adamw" | "lamb":
+            return f" betas {config.beta1:g} and {config.beta2:g}"
+    return ""  # a task's own

@@ -56,6 +56,10 @@ def load_data(task: Task, config: Config, world: World) -> tuple[Arrays | Datase
     if config.train_samples:
         if not isinstance(train, Arrays):
             raise UsageError("--train-samples needs data held in Arrays; cut your Dataset with torch.utils.data.Subset instead")
+        if config.train_samples > count_samples(train):
+            raise UsageError(
+                f"--train-samples is {config.train_samples}: task {task.name} has {count_samples(train)} training samples"
+            )
         train = train.first(config.train_samples)
     for data, which in ((train, "training"), (validation, "validation")):
         if not count_samples(data):

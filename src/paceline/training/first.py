@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.data.keys import random_state
 from paceline.data.loaders import Batch, map_tensors
 from paceline.errors import UsageError
+from paceline.records import ROW_FIELDS
 from paceline.training.carrier import MOST_METRICS
 from paceline.training.graph import module_state
 from paceline.training.parts import Pass
@@ -119,6 +120,9 @@ def check_values(values: dict[str, Tensor], size: int) -> tuple[str, ...]:
     if len(values) > MOST_METRICS:
         raise UsageError(f"the task's objective returned {len(values)} metrics: at most {MOST_METRICS} are carried")
     for name, value in values.items():
+        if not isinstance(name, str) or not name.isprintable() or name in ROW_FIELDS:
+            taken = ", ".join(sorted(ROW_FIELDS))
+            raise UsageError(f"the task's objective returned a metric named {name!r}: use plain text other than {taken}")
         if not isinstance(value, Tensor) or value.shape != (size,):
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise UsageError(

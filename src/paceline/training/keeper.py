@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.checkpoint import CheckpointError, Writer, load_latest
-from paceline.config import Config, flag, parse_every
+from paceline.config import Config
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.training.build import Run
 from paceline.training.observers import Result, Rows
+from paceline.values import flag, parse_every
 
 FOLDER = "checkpoints"
 REFUSED = "cannot resume"
@@ -48,6 +49,10 @@ class Progress:
     epoch_time_s: float = 0.0
     hits: int = 0
     """Epochs in a row that reached the target."""
+    first_loss: float | None = None
+    """Of the run's first step; of the first after a resume, if an older Paceline wrote the checkpoint."""
+    last_loss: float | None = None
+    """Of the last step."""
     rows: Rows = field(default_factory=Rows)
 
 
@@ -122,7 +127,7 @@ class Keeper:
         _lay_out_like_weights(state, step.optimizer)
         step.optimizer.load_state_dict({"state": state, "param_groups": step.optimizer.state_dict()["param_groups"]})
         progress = facts["progress"]
-        return Progress(**{**progress, "result": Result(**progress["result"]), "rows": Rows(**progress["rows"])})
+        return Progress(**{**progress, "result": Result.read(progress["result"]), "rows": Rows(**progress["rows"])})
 
 
 def _capture(run: Run, progress: Progress) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -25,6 +25,11 @@ from paceline.training.observers import Observer, Result
 from paceline.training.parts import Pass
 from paceline.training.timeline import Profile
 
+EXPLODED, HOPELESS = 1e4, 1e8
+"""Times the loss of the first step, or 1 if that is more. A loss that exploded is a divergence, though it is finite: if both
+the last step's and the validation loss did, or the validation loss is hopeless. Early in a run with batch norm a validation
+loss of 1e4 by itself only shows that the running statistics are not there yet."""
+
 
 def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, watch: Watch | None = None) -> Result:
     """Train to the end. Every worker calls this; rank 0 brings the observers. Raises what ended it, after telling them.
@@ -104,7 +109,7 @@ class _Fit:
             if averaged is not None:
                 averaged.put_in(epoch)
             metrics = validation(epoch)
-            self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss")
+            self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss", self._most_loss())
             if config.target_accuracy and "accuracy" not in metrics:
                 raise UsageError(f"--target-accuracy: this task reports {', '.join(metrics)}, and no accuracy to reach")
             row = {
@@ -219,6 +224,9 @@ class _Fit:
             self.save_wished |= save
             self.stop_wished |= stop
             self._check_finite(metrics["loss"], step, epoch)
+            progress.last_loss = metrics["loss"]
+            if progress.first_loss is None:
+                progress.first_loss = metrics["loss"]
             progress.result = replace(progress.result, steps=step + 1)
             row = progress.rows.add(metrics, run.config.log_every, step + 1 == end)
             if row is not None:
@@ -246,14 +254,21 @@ class _Fit:
             )
             raise Stopped(f"stopped by {why} after step {step}; {written}", why)
 
-    def _check_finite(self, loss: float, step: int, epoch: int, what: str = "loss") -> None:
-        if math.isfinite(loss):
+    def _most_loss(self) -> float:
+        """The largest validation loss that is no divergence."""
+        usual, last = max(1.0, abs(self.progress.first_loss or 0.0)), self.progress.last_loss or 0.0
+        return usual * (EXPLODED if last > EXPLODED * usual else HOPELESS)
+
+    def _check_finite(self, loss: float, step: int, epoch: int, what: str = "loss", limit: float = math.inf) -> None:
+        if math.isfinite(loss) and loss <= limit:
             return
-        run = self.run
+        run, first = self.run, self.progress.first_loss
+        grown = f" (in the first step: {first:.4g})" if math.isfinite(loss) else ""
         slower = "--schedule cosine --warmup-epochs 1" if run.config.schedule == "one-cycle" else "a longer --warmup-epochs"
         raise Diverged(
-            f"diverged: the {what} is {loss} at step {step + 1} (epoch {epoch + 1}), lr {run.step.schedule.lr(step):.4g},"
-            f" global batch {run.sampler.global_batch}; try a lower --base-lr, {slower}, or --clip-norm 1"
+            f"diverged: the {what} is {loss:.4g}{grown} at step {step + 1} (epoch {epoch + 1}),"
+            f" lr {run.step.schedule.lr(step):.4g}, global batch {run.sampler.global_batch};"
+            f" try a lower --base-lr, {slower}, or --clip-norm 1"
         )
 
     def _say(self, text: str) -> None:

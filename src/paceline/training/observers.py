@@ -2,15 +2,15 @@
 
 import importlib.util
 import json
-import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Protocol, cast
 
 from torch import nn
 
 from paceline.config import Config
-from paceline.errors import RecordError, UsageError
+from paceline.errors import PacelineError, RecordError, UsageError
+from paceline.output import say
 from paceline.records import Record, environment
 from paceline.toml import to_toml
 from paceline.training.contract import Contract
@@ -36,6 +36,14 @@ class Result:
     """Of the last validation."""
     model_sha256: str = ""
     record: str = ""
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> "Result":
+        """A result from JSON: fields that are missing or of another kind have their defaults, and unknown ones are ignored."""
+        kinds = {"metrics": dict, "epochs": int, "steps": int, "train_time_s": int | float, "samples_per_s": int | float}
+        known = [each.name for each in fields(cls)]
+        kept = {name: found[name] for name in known if isinstance(found.get(name), cast(Any, kinds.get(name, str)))}
+        return cls(**{"status": "failed", "metrics": {}, **kept})
 
 
 @dataclass
@@ -90,7 +98,16 @@ class Recorder:
     def start(self, contract: Contract) -> None:
         if contract.resumed_at is not None:
             self._record.resume(contract.resumed_at, {**environment(), "contract": contract.as_dict()})
+            self._describe(contract)
             return
+        try:
+            self._describe(contract)
+        except RecordError:
+            self._record.discard()
+            raise
+
+    def _describe(self, contract: Contract) -> None:
+        """Write config.toml and environment.json, unless they are there: a run may have been killed before it wrote them."""
         # The numbers that were left to follow from the world are written out, so that the recipe repeats this run elsewhere.
         resolved = replace(
             self._config,
@@ -99,13 +116,11 @@ class Recorder:
             global_batch=contract.global_batch,
             resume="",
         )
-        try:
+        if not (self._record.path / "config.toml").exists():
             self._record.write("config.toml", f"# paceline train {contract.task} --recipe THIS_FILE\n{to_toml(resolved)}")
+        if not (self._record.path / "environment.json").exists():
             about = {**environment(), "task": self._task, "contract": contract.as_dict()}
             self._record.write("environment.json", json.dumps(about, indent=2) + "\n")
-        except RecordError:
-            self._record.discard()
-            raise
 
     def say(self, text: str) -> None:
         self._record.row({"kind": "note", "text": text})
@@ -115,8 +130,6 @@ class Recorder:
 
     def epoch(self, row: Row) -> None:
         self._record.row({"kind": "epoch", **row})
-        if "val_accuracy" in row:
-            self._record.course_row(row["time_s"], row["val_accuracy"])
 
     def health(self, row: Row) -> None:
         self._record.row({"kind": "health", **row})
@@ -128,29 +141,36 @@ class Recorder:
         try:
             if model is not None:
                 self._save(model)
-        except RecordError as error:
-            result = replace(result, status="failed", why=str(error))
+        except BaseException as error:
+            result = replace(result, status="failed", why=str(error) or type(error).__name__)
             raise
         finally:
             self._record.finish(asdict(result))
 
     def _save(self, model: nn.Module) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_model
+        from safetensors.torch import save_file, save_model
 
-        with self._record.replacing("model.safetensors") as path:
-            try:
-                save_model(model, str(path))
-            except SafetensorError as error:  # how safetensors reports a full disk: it is no OSError
-                where = path.parent / "model.safetensors"
-                raise RecordError(f"cannot write {where}: {error}; choose another --runs-dir") from error
+        where = self._record.path / "model.safetensors"
+        try:
+            with self._record.replacing(where.name) as path:
+                try:
+                    save_model(model, str(path))
+                except RuntimeError:  # views of one memory, of which none covers it all: save each as what it shows
+                    save_file({name: t.clone().contiguous() for name, t in model.state_dict().items()}, str(path))
+        except PacelineError:
+            raise
+        except Exception as error:  # a full disk is a SafetensorError, not an OSError; a kind of tensor it does not know, ...
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise RecordError(f"cannot write {where}: {why}; free some space or choose another --runs-dir") from error
 
 
 class Printer:
     """Speaks to the person: the contract, a line an epoch, the end; on a terminal also where the epoch is."""
 
-    def __init__(self, unit: str, terminal: bool) -> None:
+    def __init__(self, unit: str, terminal: bool, lost: Callable[[str], None] = lambda text: None) -> None:
         self._unit, self._terminal = unit, terminal
+        self._lost, self._silent = lost, False
+        """Who is told when nothing can be printed any more; whether that is so."""
         self._total = self._per_epoch = self._workers = 1
         self._record = ""
         self._told: tuple[str, ...] | None = None
@@ -169,11 +189,12 @@ class Printer:
             table = Table.grid(padding=(0, 2))
             for what, text in contract.lines():
                 table.add_row(what, text, style=None)
-            Console(highlight=False, markup=False).print(Panel(table, title="contract", expand=False))
+            console = Console(highlight=False, markup=False)
+            with console.capture() as captured:  # rich ends the process when a reader goes away
+                console.print(Panel(table, title="contract", expand=False))
+            self._print(captured.get(), end="")
             return
-        for what, text in contract.lines():
-            print(f"{what:>{width}}  {text}")
-        sys.stdout.flush()
+        self._print("\n".join(f"{what:>{width}}  {text}" for what, text in contract.lines()))
 
     def say(self, text: str) -> None:
         self._line(f"note: {text}")
@@ -185,7 +206,7 @@ class Printer:
         left = row["time_s"] / done * (self._total - done)
         bar = "=" * (20 * step // self._per_epoch)
         text = f"epoch {row['epoch']} [{bar:<20}] {step}/{self._per_epoch}  loss {row['loss']:.4f}  about {left:.0f} s left"
-        print(f"\r{text}\x1b[K", end="", flush=True)
+        self._print(f"\r{text}\x1b[K", end="")
 
     def epoch(self, row: Row) -> None:
         unit = self._unit.capitalize()
@@ -226,7 +247,13 @@ class Printer:
         self._line(f"model {result.model_sha256[:16]}{agree}; record in {result.record}")
 
     def _line(self, text: str) -> None:
-        print(f"\r{text}\x1b[K" if self._terminal else text, flush=True)
+        self._print(f"\r{text}\x1b[K" if self._terminal else text)
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        """Print; after the first failure be silent. Whoever reads the output may go away, and the run goes on."""
+        if not self._silent and not say(text, end):
+            self._silent = True
+            self._lost("the output could not be printed and is left out from here on: its reader is gone, or its disk is full")
 
 
 def check_tensorboard() -> None:

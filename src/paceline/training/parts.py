@@ -135,7 +135,7 @@ def plan_epoch(
     full = range(steps.start, max(steps.start, min(steps.stop, sampler.full_steps)))
     part = size // sampler.parts
     micros = max(1, min(accumulate, part // 2))
-    cuts = [len(each) for each in np.array_split(np.arange(part), micros)]
+    cuts = [part // micros + (i < part % micros) for i in range(micros)]
     laid_out = order[full.start * size : full.stop * size].reshape(len(full), sampler.parts, part)
     passes: list[list[Pass]] = [[] for _ in full]
     for number, group in enumerate(groups):

@@ -16,9 +16,10 @@ from paceline.dist.place import Place, check_workers, read_place
 from paceline.dist.reports import report_record
 from paceline.dist.watch import Watch
 from paceline.dist.world import World, world
-from paceline.errors import PacelineError, Stopped, UsageError
+from paceline.errors import PacelineError, RecordError, Stopped, UsageError
 from paceline.loading import load_rest
-from paceline.records import Record, close_cut_short, find_unfinished, read_result
+from paceline.output import is_terminal, say
+from paceline.records import Record, close_cut_short, count_odd_lines, find_unfinished, read_result
 from paceline.toml import read_recipe
 from paceline.training import tasks
 from paceline.training.build import Run, build
@@ -68,7 +69,7 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
     if where.resume:
         told = _what_to_resume(task, where, place)
         if "ended" in told:
-            return Result(**told["ended"])
+            return Result.read(told["ended"])
         options = {**told["options"], **options, "resume": told["record"]}
         where = _where(options)
     workers = (where.workers or 1) * where.nodes
@@ -92,7 +93,10 @@ def find_record(task: str | Task, config: Config) -> Path | None:
     if config.resume == "auto":
         if config.name:
             return runs / config.name if (runs / config.name / "metrics.jsonl").exists() else None
-        return find_unfinished(runs, _spelled(task))
+        found, busy = find_unfinished(runs, _spelled(task))
+        for path in busy:
+            say(f"note: {path} is left alone: another run is writing to it")
+        return found
     for path in (Path(config.resume), runs / config.resume):
         if (path / "metrics.jsonl").exists():
             return path
@@ -107,13 +111,25 @@ def _ended(record: Path) -> Result | None:
     """The result of a record that came to its end; None for one that can go on."""
     if not (record / "result.json").exists():
         return None
-    found = read_result(record)
-    if found.get("status") == "diverged":
-        raise UsageError(f"--resume: {record} diverged, and would do so again: start a new run with other options")
-    if found.get("status") not in ("done", "target reached"):
+    try:
+        found = Result.read(read_result(record))
+    except RecordError as error:
+        say(f"note: {error}; the run goes on from its last checkpoint")
         return None
-    print(f"{record} is already done: model {found['model_sha256'][:16]}", flush=True)
-    return Result(**found)
+    if found.status == "diverged":
+        raise UsageError(f"--resume: {record} diverged, and would do so again: start a new run with other options")
+    if found.status not in ("done", "target reached"):
+        return None
+    if not (record / "model.safetensors").exists():
+        if not any((record / FOLDER).glob("step-*.safetensors")):
+            raise UsageError(
+                f"--resume: {record} is done, but its model.safetensors is gone and it has no checkpoint to make it from again:"
+                f" start a new run with --recipe {record / 'config.toml'}"
+            )
+        say(f"note: {record} is done, but its model.safetensors is gone: the run goes on from its last checkpoint")
+        return None
+    say(f"{record} is already done: model {found.model_sha256[:16]}")
+    return found
 
 
 def _recorded(record: Path, place: Place) -> dict[str, Any]:
@@ -132,7 +148,7 @@ def _train_here(task: str | Task, options: Mapping[str, Any], place: Place) -> R
     with world(where.backend, where.timeout_s + _AFTER_WATCH_S) as here:
         told = here.share(_what_to_resume(task, where, place, here.recall()) if here.speaks else None)
         if "ended" in told:
-            return Result(**told["ended"])
+            return Result.read(told["ended"])
         if told["options"].get("precision") and options.get("precision") == "auto":
             options = {**options, "precision": told["options"]["precision"]}  # what auto came to when the record was begun
         options = {**told["options"], **options}
@@ -162,7 +178,7 @@ def _what_to_resume(task: str | Task, where: Config, place: Place, begun: str = 
         return {"record": "", "options": {}}
     record = Path(begun) if begun else find_record(task, where)
     if record is None:
-        print(f"nothing to resume in {where.runs_dir}: this run starts anew", flush=True)
+        say(f"nothing to resume in {where.runs_dir}: this run starts anew")
         return {"record": "", "options": {}}
     ended = _ended(record)
     return {"ended": vars(ended)} if ended is not None else {"record": str(record), "options": _recorded(record, place)}
@@ -181,15 +197,17 @@ def _speak(run: Run, task: Task, given: str, old: Path | None, watch: Watch) -> 
     record = Record.reopen(old) if old is not None else Record(config.runs_dir, name)
     report_record(Path(run.world.share(str(record.path.resolve()))))
     run.world.note(str(record.path.resolve()))
-    run = replace(run, contract=replace(run.contract, record=str(record.path)))
+    odd = count_odd_lines(record.path)
+    notes = (f"{odd} line(s) of {record.path / 'metrics.jsonl'} cannot be read and are left out",) if odd else ()
+    run = replace(run, contract=replace(run.contract, record=str(record.path)), notes=(*notes, *run.notes))
     observers = _observers(config, task, given, record, run.world)
 
-    def say(text: str) -> None:
+    def tell(text: str) -> None:
         for observer in observers:
             with suppress(PacelineError):  # said by the writer of checkpoints, perhaps because the disk is full
                 observer.say(text)
 
-    return fit(run, observers, Keeper(run, record.path / FOLDER, say, old is not None), watch)
+    return fit(run, observers, Keeper(run, record.path / FOLDER, tell, old is not None), watch)
 
 
 def _train_there(task: str, options: Mapping[str, Any], where: Config) -> Result:
@@ -198,7 +216,7 @@ def _train_there(task: str, options: Mapping[str, Any], where: Config) -> Result
     if outcome.exit_code == 0:
         if outcome.record is None and where.node_id == 0:
             raise WorkerFailed("the workers ended before the run began: does the task call sys.exit?", 1)
-        return Result(**read_result(outcome.record)) if outcome.record else Result(status="done", metrics={})
+        return Result.read(read_result(outcome.record)) if outcome.record else Result(status="done", metrics={})
     if where.node_id == 0:  # where rank 0 wrote it
         with suppress(OSError, ValueError):  # a full disk must not hide what happened
             _close(outcome)
@@ -213,7 +231,8 @@ def _stopped(outcome: Outcome) -> Stopped:
     text = ""
     with suppress(PacelineError):
         began = outcome.record is not None and outcome.record.exists()
-        text = str(read_result(outcome.record)["why"]) if outcome.record and began else f"stopped by {why} before the run began"
+        found = Result.read(read_result(outcome.record)).why if outcome.record and began else ""
+        text = found if began else f"stopped by {why} before the run began"
     return Stopped(text or f"stopped by {why}", why)
 
 
@@ -227,8 +246,9 @@ def _close(outcome: Outcome) -> None:
 
 def _observers(config: Config, task: Task, given: str, record: Record, here: World) -> list[Observer]:
     # srun and mpirun may give their tasks a terminal of their own even where what they pass on goes to a file.
-    terminal = sys.stdout.isatty() and here.launcher not in ("srun", "mpirun")
-    observers: list[Observer] = [Recorder(record, config, given), Printer(task.unit, terminal)]
+    terminal = is_terminal(sys.stdout) and here.launcher not in ("srun", "mpirun")
+    recorder = Recorder(record, config, given)
+    observers: list[Observer] = [recorder, Printer(task.unit, terminal, recorder.say)]
     if config.tracker == "tensorboard":
         observers.append(TensorBoard(str(record.path)))
     return observers

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.data.loaders import Arrays, Batch, Prepare
-from paceline.errors import UsageError
+from paceline.values import check_name
 
 Objective = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(model, batch) -> {"loss": one value a sample, any other metric: one value a sample}."""
@@ -45,8 +44,7 @@ class Task:
     """What a sample is called in images/s."""
 
     def __post_init__(self) -> None:
-        if Path(self.name).name != self.name or self.name == "..":
-            raise UsageError(f"a task's name is the name of its records: {self.name!r} is not a plain name")
+        check_name("a task's name, which becomes that of its records,", self.name)
 
 
 def classify(label_smoothing: float = 0.0) -> Objective:

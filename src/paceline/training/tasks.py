@@ -25,17 +25,19 @@ from paceline.optim import check_optimizer
 from paceline.training.task import Task, classify
 
 _MEAN, _DEVIATION = 0.2860, 0.3530  # of Fashion-MNIST's 60,000 training images scaled to [0, 1]
+_SIDE = 28  # pixels
 _IMAGE_OPTIONS = ("crop", "flip", "erase", "pixels", "label_smoothing", "data_dir")
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
     """What can be known wrong without loading data or running the user's file: before any worker starts."""
     given = check_options(options)
+    if name not in _BUILT_IN:
+        _locate(name)
+        return  # its file may register models and optimizers of its own
     check_optimizer(given.get("optimizer", "sgd"))
     if given.get("model"):
         models.check(given["model"])
-    if name not in _BUILT_IN:
-        _locate(name)
 
 
 def resolve(name: str, options: Mapping[str, Any]) -> tuple[Task, Config]:
@@ -67,6 +69,8 @@ def configure(task: Task, options: Mapping[str, Any]) -> Config:
 
 def _images(name: str, config: Config) -> Task:
     """The built-in tasks. Both splits come from one reading of the files."""
+    if config.crop > _SIDE:
+        raise UsageError(f"--crop is {config.crop}: images of {name} are {_SIDE} x {_SIDE} pixels, so use at most {_SIDE}")
 
     @functools.cache
     def data() -> fashion_mnist.ImageData:

@@ -127,6 +127,16 @@ def assert_done(target: Path) -> None:
     assert not part(target).exists()
 
 
+def test_a_planted_link_is_not_written_through(server: Server, target: Path, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("theirs")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.with_name(f"{target.name}.part").symlink_to(tmp_path / "victim")
+    fetch([server.url("fine")], target, SHA256)
+    assert (tmp_path / "victim").read_text() == "theirs"
+    assert target.read_bytes() == ARCHIVE
+    assert not target.is_symlink()
+
+
 def test_a_plain_download(server, target):
     seen = []
     assert fetch([server.url("ok")], target, SHA256, progress=lambda *now: seen.append(now)) == target
@@ -313,10 +323,7 @@ class FullDisk:
 
 
 def test_a_full_disk_removes_the_part_and_says_so(server, target, monkeypatch):
-    true_open = Path.open
-    monkeypatch.setattr(
-        Path, "open", lambda self, mode="r": FullDisk(true_open(self, mode)) if mode == "wb" else true_open(self, mode)
-    )
+    monkeypatch.setattr(download, "open", lambda path, mode, opener: FullDisk(Path.open(path, mode)), raising=False)
     text = failure([server.url("ok")], target, SHA256)
     assert text.startswith(f"no space left for {target}")
     assert len(server.requests) == 1

@@ -1,6 +1,7 @@
 """What a run is put together from: the layout."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,3 +87,26 @@ def _task(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     task, config = tasks.resolve("fashion-mnist-mini", options)
     assert config == make_config(vars(config))
     return task, vars(config)
+
+
+def test_a_compiled_model_is_taken_as_it_was_before(tmp_path: Path) -> None:
+    """Whole, or in parts: names in files are those of the bare model, and --fast decides what is compiled."""
+    bare = blobs()
+    assert bare.model is not None
+
+    def whole() -> nn.Module:
+        return torch.compile(bare.model())  # type: ignore[misc,return-value]
+
+    def parts() -> nn.Module:
+        model = bare.model()  # type: ignore[misc]
+        model[0] = torch.compile(model[0])  # type: ignore[index]
+        return model
+
+    with world() as here:
+        config = make_config(bare.defaults, {"epochs": 1})
+        expected = build(bare, config, here)
+        for made in (whole, parts):
+            run = build(replace(bare, model=made), config, here)
+            assert list(run.step.model.state_dict()) == list(expected.step.model.state_dict())
+            assert any("--fast decides what is compiled" in note for note in run.notes)
+            assert not expected.notes

@@ -18,7 +18,7 @@ from paceline.checkpoint import load_latest
 from paceline.config import Config, make_config
 from paceline.dist.world import world
 from paceline.errors import Stopped, UsageError
-from paceline.training import tasks
+from paceline.training import keeper, tasks
 from paceline.training.build import Run, build
 from paceline.training.keeper import Keeper, _check_identity, check_options
 from paceline.training.loop import fit
@@ -106,6 +106,32 @@ def test_hits_in_a_row_are_kept(tmp_path: Path) -> None:
         one_run(tmp_path, fail_at=13, **options)
     _, _, result = one_run(tmp_path, resumes=True, **options)
     assert (result.status, result.epochs) == ("target reached", 2)
+
+
+def test_the_first_loss_survives_and_older_checkpoints_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an exploded loss is judged by."""
+    _, watcher, _ = one_run(tmp_path, log_every=1, max_steps=7)
+    for path in tmp_path.iterdir():
+        if path.name != "step-000000003.safetensors":
+            path.unlink()
+    run, _, _ = one_run(None, max_steps=7)
+    restored = Keeper(run, tmp_path, quiet, True).restore()
+    assert restored is not None
+    assert restored.first_loss == watcher.steps[0]["loss"]
+    assert restored.last_loss == watcher.steps[2]["loss"]
+    load = keeper.load_latest
+
+    def older(folder: Path, tell: Any) -> Any:
+        found = load(folder, tell)
+        assert found is not None
+        del found.facts["progress"]["first_loss"], found.facts["progress"]["last_loss"]
+        found.facts["progress"]["result"]["of a later Paceline"] = 1
+        return found
+
+    monkeypatch.setattr(keeper, "load_latest", older)
+    restored = Keeper(run, tmp_path, quiet, True).restore()
+    assert restored is not None
+    assert restored.first_loss is None
 
 
 def test_what_is_in_it(tmp_path: Path) -> None:

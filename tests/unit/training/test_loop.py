@@ -16,6 +16,7 @@ from paceline.data.loaders import Arrays
 from paceline.dist.place import Place
 from paceline.dist.world import World, choose_device, world
 from paceline.errors import Diverged, UsageError, WorkersDisagree
+from paceline.records import ROW_FIELDS
 from paceline.training.build import Run, build
 from paceline.training.loop import fit, model_sha256
 from paceline.training.run import train
@@ -176,9 +177,61 @@ def test_a_validation_loss_that_is_not_finite_is_divergence_too() -> None:
         alone(blobs(objective=objective))
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "validation", "diverges"),
+    [
+        (1.0, 2e4, 2e4, True),
+        (0.01, 2e4, 2e4, True),
+        (50.0, 2e4, 2e4, False),
+        (50.0, 6e5, 6e5, True),
+        (1.0, 2e4, 3.0, False),
+        (1.0, 1.0, 2e4, False),
+        (1.0, 1.0, 2e8, True),
+    ],
+)
+def test_a_finite_loss_that_exploded_is_divergence(first: float, last: float, validation: float, diverges: bool) -> None:
+    """Measured by the loss of the first step, or by 1 if that is less."""
+    passes = 0
+
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        nonlocal passes
+        passes += model.training
+        loss = classify()(model, batch[:2])["loss"]
+        return {"loss": loss * 0 + ((first if passes == 1 else last) if model.training else validation)}
+
+    if not diverges:
+        assert alone(blobs(objective=objective), epochs=1).result.status == "done"
+        return
+    with pytest.raises(Diverged) as caught:
+        alone(blobs(objective=objective), epochs=1)
+    assert f"the validation loss is {validation:.4g} (in the first step: {first:g}) at step 9 (epoch 1), lr" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize("name", ["step", "epoch", "lr", "kind", "time_s", "noise_scale", "gain", "samples_per_s", "a\nb", 7])
+def test_a_metric_cannot_take_the_place_of_a_field_of_the_record(name: Any) -> None:
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        values = classify()(model, batch[:2])
+        return {**values, name: values["loss"]}
+
+    with pytest.raises(UsageError, match=r"returned a metric named .*: use plain text other than") as caught:
+        alone(blobs(objective=objective), epochs=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_field_of_a_row_is_known_as_ours() -> None:
+    """So that no metric can overwrite it."""
+    options = {"epochs": 1, "measure_noise": True, "virtual_workers": 2, "lr_rule": "adascale"}
+    watcher = alone(blobs(), **options).watcher
+    fields = {name for row in (*watcher.steps, *watcher.epochs) for name in row if not name.startswith("val_")}
+    assert {"noise_scale", "gain", "samples_per_s"} <= fields
+    assert fields - {"loss", "accuracy"} <= ROW_FIELDS
+
+
 def test_a_tasks_name_cannot_lead_out_of_the_runs_folder() -> None:
-    for name in ("../../escaped", "a/b", ".."):
-        with pytest.raises(UsageError, match="not a plain name"):
+    for name in ("../../escaped", "a/b", "..", "", "-x", "a\nb", "\x1b[2J"):
+        with pytest.raises(UsageError, match=r"a task's name, .* is .*: it must (be a plain name|not contain control)"):
             Task(**{**vars(blobs()), "name": name})
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, load_model
 from torch import nn
 
 from paceline import models
@@ -198,17 +199,119 @@ def test_a_task_without_accuracy_has_no_course_row(record):
     assert (record.path / "course.csv").read_text() == "time,val_accuracy\n"
 
 
-def test_a_model_that_does_not_fit_on_the_disk_is_one_line(record, monkeypatch):
-    from safetensors import SafetensorError
+class Views(nn.Module):
+    """Weights that are tied, a buffer within another, and two buffers that overlap, of which neither is all of its memory."""
 
+    def __init__(self, overlap: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.two.weight = self.one.weight
+        memory, other = torch.arange(6.0), torch.arange(9.0)
+        self.register_buffer("whole", memory)
+        self.register_buffer("section", memory[:3])
+        if overlap:
+            self.register_buffer("left", other[:5])
+            self.register_buffer("right", other[3:8])
+
+
+def test_tied_weights_and_views_are_saved_and_loaded_by_safetensors(record):
+    model, other = Views(overlap=False), Views(overlap=False)
+    Recorder(record, Config(), "mine").end(RESULT, model)
+    load_model(other, record.path / "model.safetensors")
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_overlapping_views_are_saved_as_what_they_show(record):
+    """safetensors itself refuses to save or load such a model."""
+    model, other = Views(overlap=True), Views(overlap=True)
+    Recorder(record, Config(), "mine").end(RESULT, model)
+    assert read_result(record.path)["status"] == "done"
+    other.load_state_dict(load_file(record.path / "model.safetensors"), strict=True)
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("why", ["SafetensorError: No space left on device (os error 28)", "LookupError: no such dtype"])
+def test_a_model_that_cannot_be_written_is_one_line_and_no_success(record, monkeypatch, why):
     def full(*_):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        kind, _, text = why.partition(": ")
+        raise {"SafetensorError": SafetensorError, "LookupError": LookupError}[kind](f"Error while serializing:\n{text}")
 
     monkeypatch.setattr("safetensors.torch.save_model", full)
-    with pytest.raises(RecordError, match=r"model.safetensors: .*No space left on device.*choose another --runs-dir"):
+    text = re.escape(why.partition(": ")[2])
+    with pytest.raises(RecordError, match=rf"model.safetensors: .*{text}.*choose another --runs-dir") as caught:
         Recorder(record, Config(), "mine").end(RESULT, nn.Linear(2, 2))
+    assert "\n" not in str(caught.value)
     assert {path.name for path in record.path.iterdir()} == {"metrics.jsonl", "course.csv", "result.json"}
     assert read_result(record.path)["status"] == "failed"
+
+
+def test_a_resumed_run_writes_what_a_killed_one_did_not(record):
+    recorder = Recorder(record, Config(epochs=2), "mine")
+    recorder.start(replace(CONTRACT, resumed_at=0))
+    assert make_config(read_recipe(str(record.path / "config.toml"))).epochs == 2
+    assert json.loads((record.path / "environment.json").read_text())["task"] == "mine"
+    Recorder(record, Config(epochs=3), "mine").start(replace(CONTRACT, resumed_at=0))
+    assert make_config(read_recipe(str(record.path / "config.toml"))).epochs == 2, "what was there stays"
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {},
+        {"status": 3, "metrics": []},
+        {"status": "done", "later": 1},
+        {"status": "done", "steps": "7", "metrics": {"loss": 1.0}},
+    ],
+)
+def test_any_result_can_be_read(found):
+    read = Result.read(found)
+    assert read.status == ("done" if found.get("status") == "done" else "failed")
+    assert read.steps == 0
+    assert read.metrics == ({"loss": 1.0} if found.get("metrics") else {})
+
+
+class Gone(io.StringIO):
+    """A stream whose reader went away, or that somebody closed."""
+
+    def __init__(self, error: Exception, room: int) -> None:
+        super().__init__()
+        self._error, self._room, self.asked = error, room, 0
+
+    def write(self, text: str) -> int:
+        self.asked += 1
+        if self.asked > self._room:
+            raise self._error
+        return super().write(text)
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "x"), OSError(28, "x"), OSError(5, "x"), ValueError("closed file")])
+def test_a_reader_that_goes_away_ends_no_run(monkeypatch, terminal, error):
+    stream, notes = Gone(error, room=1), []
+    monkeypatch.setattr(sys, "stdout", stream)
+    tell(Printer("images", terminal, notes.append))
+    assert stream.asked == 2, "after the first failure it is silent"
+    assert len(notes) == 1
+    assert "could not be printed" in notes[0]
+
+
+def test_a_closed_stdout_ends_no_run(monkeypatch):
+    notes = []
+    monkeypatch.setattr(sys, "stdout", None)
+    tell(Printer("images", False, notes.append))
+    assert len(notes) == 1
+
+
+def test_letters_that_a_stream_does_not_have_end_no_run(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    Printer("images", False, pytest.fail).say("größer")
+    assert stream.buffer.getvalue() == b"note: gr\\xf6\\xdfer\n"
 
 
 def test_tensorboard_is_one_run(tmp_path):

@@ -1,7 +1,9 @@
 """`paceline.train` from a program of one's own: it leaves the program as it found it."""
 
+import fcntl
 import os
 import signal
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import paceline
 from harness.training import blobs
 from paceline.config import make_config
 from paceline.errors import UsageError
+from paceline.report.page import report_verb
 from paceline.training.run import WorkerFailed, train
 
 TASK = """
@@ -83,3 +86,88 @@ def test_a_whole_config_goes_on_with_its_record(runs: Path) -> None:
     again = paceline.train("fashion-mnist-mini", replace(config, resume="a", name=""))
     assert again.status == "done"
     assert again.record == "runs/a"
+
+
+def test_a_done_record_without_its_model_makes_it_again(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("task.py").write_text(TASK)
+    first = train("task.py", epochs=2, name="x", checkpoint_every="3")
+    model = runs / "x" / "model.safetensors"
+    weights = model.read_bytes()
+    model.unlink()
+    again = train("task.py", resume="x")
+    assert "its model.safetensors is gone: the run goes on from its last checkpoint" in capsys.readouterr().out
+    assert again.model_sha256 == first.model_sha256
+    assert model.read_bytes() == weights
+    model.unlink()
+    for path in (runs / "x" / "checkpoints").iterdir():
+        path.unlink()
+    with pytest.raises(UsageError, match=r"no checkpoint to make it from again: .* --recipe runs/x/config.toml"):
+        train("task.py", resume="x")
+
+
+@pytest.mark.parametrize("content", [b"[]", b"7", b"\xff", b"{", b'{"status": []}'])
+def test_a_damaged_result_is_said_and_costs_nothing(runs: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+    Path("task.py").write_text(TASK)
+    first = train("task.py", epochs=1, name="x", checkpoint_every="3")
+    (runs / "x" / "result.json").write_bytes(content)
+    again = train("task.py", resume="x")
+    said = capsys.readouterr().out
+    assert again.model_sha256 == first.model_sha256
+    assert ("has no readable result.json" in said) == (b"status" not in content)
+    (runs / "x" / "result.json").write_text('{"status": "done", "later": 1}')
+    assert train("task.py", resume="x").status == "done"
+
+
+def test_damaged_rows_are_said_and_cost_nothing(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("task.py").write_text(TASK)
+    first = train("task.py", epochs=1, name="x", checkpoint_every="3")
+    metrics = runs / "x" / "metrics.jsonl"
+    metrics.write_bytes(b"\xff\n[1]\n" + metrics.read_bytes())
+    (runs / "x" / "result.json").unlink()
+    assert train("task.py", resume="x").model_sha256 == first.model_sha256
+    assert "note: 2 line(s) of runs/x/metrics.jsonl cannot be read and are left out" in capsys.readouterr().out
+
+
+def test_a_record_in_use_is_named_before_a_new_run_starts(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("task.py").write_text(TASK)
+    train("task.py", epochs=1, name="x")
+    (runs / "x" / "result.json").unlink()
+    with (runs / "x" / "metrics.jsonl").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        train("task.py", epochs=1, resume="auto")
+    said = capsys.readouterr().out
+    assert "note: runs/x is left alone: another run is writing to it\nnothing to resume in runs" in said
+
+
+def test_every_file_of_a_record_has_the_permissions_of_the_umask(runs: Path) -> None:
+    Path("task.py").write_text(TASK)
+    before = os.umask(0o027)
+    try:
+        train("task.py", epochs=1, name="x", checkpoint_every="3", profile=True)
+        report_verb(["x"], out="", runs_dir="runs")
+    finally:
+        os.umask(before)
+    found = {path.relative_to(runs): stat.S_IMODE(path.stat().st_mode) for path in (runs / "x").rglob("*")}
+    assert {path.name for path in found} >= {"model.safetensors", "report.html", "timeline.json", "checkpoints", "result.json"}
+    assert {path: mode for path, mode in found.items() if mode != (0o750 if (runs / path).is_dir() else 0o640)} == {}
+
+
+OWN_OPTIMIZER = """
+import torch
+from paceline import optim
+
+def make(model, config):
+    return torch.optim.Adagrad(model.parameters(), lr=config.base_lr)
+
+optim.OPTIMIZERS["mine"] = optim.Entry(make=make, about="of this file", reference="")
+"""
+
+
+def test_a_tasks_own_optimizer_works_on_several_workers(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Only the workers run the file, so only they know the name."""
+    Path("task.py").write_text(TASK + OWN_OPTIMIZER)
+    assert train("task.py", workers=2, epochs=1, optimizer="mine").status == "done"
+    assert "optimizer  mine, weight decay 0.0005, cosine by step" in capfd.readouterr().out
+    with pytest.raises(WorkerFailed, match="unknown optimizer 'mien': did you mean 'mine'") as caught:
+        train("task.py", workers=2, epochs=1, optimizer="mien")
+    assert caught.value.exit_code == 2
