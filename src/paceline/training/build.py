@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -53,6 +53,15 @@ class Run:
     contract: Contract
     notes: tuple[str, ...] = ()
     """What the user should know before the first step."""
+
+    def __enter__(self) -> Self:
+        for loader in (self.train, self.validation):
+            loader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for loader in (self.train, self.validation):
+            loader.close()
 
     def plan(self, epoch: int, steps: range) -> list[list[Pass]]:
         """This worker's passes in these steps of an epoch."""

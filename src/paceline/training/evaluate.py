@@ -42,6 +42,7 @@ class Validation:
         table = torch.zeros(len(step.metrics), self._samples, device=world.device)
         was_training = model.training
         model.eval()
+        step.mark(step.now, "validation")  # a loader may hang before the first chunk arrives
         for chunk, inputs in zip(self._mine, self._loader.inputs(self._mine, None), strict=True):
             step.mark(step.now, "validation")
             given, columns = [inputs], slice(int(chunk[0]), int(chunk[-1]) + 1)
@@ -134,6 +135,7 @@ class Averaged:
         def seed(i: int) -> None:
             seed_all(key(step.config.seed, _STATISTICS, epoch, numbers[i]), world.device)
 
+        step.mark(step.now, "validation")
         for row, inputs in zip(mine, self._loader.inputs(list(mine.values()), epoch, seed), strict=True):
             step.mark(step.now, "validation")
             with autocast(step.config, world):

@@ -1,5 +1,6 @@
 """Who watches a run: the printer, the recorder, a tracker. The loop calls them on rank 0 and knows nothing else about them."""
 
+import errno
 import importlib.util
 import json
 import sys
@@ -185,7 +186,7 @@ class Printer:
         left = row["time_s"] / done * (self._total - done)
         bar = "=" * (20 * step // self._per_epoch)
         text = f"epoch {row['epoch']} [{bar:<20}] {step}/{self._per_epoch}  loss {row['loss']:.4f}  about {left:.0f} s left"
-        print(f"\r{text}\x1b[K", end="", flush=True)
+        _show(f"\r{text}\x1b[K", end="")
 
     def epoch(self, row: Row) -> None:
         unit = self._unit.capitalize()
@@ -226,7 +227,15 @@ class Printer:
         self._line(f"model {result.model_sha256[:16]}{agree}; record in {result.record}")
 
     def _line(self, text: str) -> None:
-        print(f"\r{text}\x1b[K" if self._terminal else text, flush=True)
+        _show(f"\r{text}\x1b[K" if self._terminal else text)
+
+
+def _show(text: str, end: str = "\n") -> None:
+    try:
+        print(text, end=end, flush=True)
+    except OSError as error:
+        if error.errno != errno.EIO:  # a terminal that was closed: SIGHUP is about to stop the run, with a checkpoint
+            raise
 
 
 def check_tensorboard() -> None:
