@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from paceline.dist.store import host_store
+from paceline.dist.store import host_store, why_not
 from paceline.errors import PacelineError
 
 
@@ -107,7 +107,7 @@ class _Rendezvous(RendezvousHandler):
                 store = host_store(here.host, here.port, here.nodes, timeout)
             except OSError as error:
                 where = f"{here.host}:{here.port}"
-                raise PacelineError(f"node 0 cannot listen at {where}: {error.strerror}; use another --rendezvous") from error
+                raise PacelineError(f"node 0 cannot listen at {where}: {why_not(error)}; use another --rendezvous") from error
         else:
             store = TCPStore(here.host, here.port, here.nodes, is_master=False, timeout=timeout)
         info = RendezvousStoreInfo(here.host, store.port)

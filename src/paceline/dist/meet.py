@@ -19,7 +19,7 @@ from datetime import timedelta
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.dist.place import Place, meeting_point
-from paceline.dist.store import host_store, listen
+from paceline.dist.store import host_store, listen, why_not
 from paceline.errors import PacelineError
 
 _HERE = "paceline/here"  # counts the workers that found the store
@@ -86,7 +86,7 @@ def _first_free(row: list[int], host: str) -> socket.socket:
             return listen(host, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise PacelineError(f"rank 0 cannot listen at {host}: {error.strerror}; set MASTER_ADDR to its host") from error
+                raise PacelineError(f"rank 0 cannot listen at {host}: {why_not(error)}; set MASTER_ADDR to its host") from error
     raise PacelineError(f"all of the ports {row} on {host} are taken: set MASTER_PORT to a free one")
 
 

@@ -38,6 +38,11 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
 
 
+def why_not(error: OSError) -> str:
+    """The reason in the system's words, without the address, which Python adds to it."""
+    return (error.strerror or str(error)).partition(" (while")[0]
+
+
 def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback

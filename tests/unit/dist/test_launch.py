@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from paceline.dist import restarts
 from paceline.dist.agent import Meeting
 from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, _meeting, launch, start_as_worker
 from paceline.dist.reports import Report
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 
 
 @pytest.fixture
@@ -336,6 +337,22 @@ def test_nothing_is_left_in_the_temporary_folder(worker, tmp_path, monkeypatch):
     worker("attempt == 1 and sys.exit(7)")
     launch(["train"], Config(workers=2, max_restarts=1))
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_the_launcher_unpickles_nothing(worker, tmp_path, monkeypatch):
+    """torch elastic's c10d rendezvous unpickles a value of a store that anyone who can connect may have written."""
+    unpickled = []
+    monkeypatch.setattr("pickle.loads", lambda data, **_: unpickled.append(data))
+    worker("begin()")
+    assert launch(["train"], Config(workers=2)).exit_code == 0
+    assert not unpickled
+
+
+def test_a_taken_port_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(PacelineError, match=f"node 0 cannot listen at {where}: Address already in use; use another --rend"):
+            launch(["train"], Config(workers=1, nodes=2, rendezvous=where))
 
 
 def test_off_the_main_thread_workers_run_too(worker, tmp_path):
