@@ -42,7 +42,7 @@ class Diverged(PacelineError):
 
 
 class Stopped(PacelineError):
-    """The run was asked to stop and did: exit code 130 after Ctrl-C, 143 after SIGTERM, as shells have it."""
+    """The run was asked to stop and did: exit code 130 after Ctrl-C, 143 after SIGTERM or SIGHUP."""
 
     def __init__(self, text: str, why: str) -> None:
         super().__init__(text)
