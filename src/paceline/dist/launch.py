@@ -32,10 +32,10 @@ from paceline.dist.reports import (
     headline,
     is_lost_contact,
     read_begun,
-    read_done,
     read_record,
     read_reports,
     read_stop,
+    read_unfinished,
     report_begun,
 )
 from paceline.dist.restarts import Crew, Failure, command_again, newest_checkpoint, next_crew
@@ -161,16 +161,14 @@ def _attempt(command: Sequence[str], crew: Crew, config: Config, reports: Path, 
             thread.start()
             _wait(thread, config, reports, wish)
             _signal_workers(reports, signal.SIGKILL)  # what a worker started and left behind
-    record, done = read_record(reports), read_done(reports)
-    end = ended[0] if ended else None
-    codes = {} if end is None or isinstance(end, Exception) else dict(end.codes)
-    for rank in [rank for rank, code in codes.items() if code == 0 and rank in done]:
-        del codes[rank]
-    if end is not None and not isinstance(end, Exception) and not codes:  # done, even if the wish to stop came too late
+    record, unfinished = read_record(reports), read_unfinished(reports)
+    exits = ended[0].codes if ended and not isinstance(ended[0], Exception) else None
+    codes = {rank: code for rank, code in (exits or {}).items() if code != 0 or rank in unfinished}
+    if exits is not None and not codes:  # done, even if the wish to stop came too late
         return Outcome(0, None, record)
     if wish.why:
         return Outcome(wish.exit_code, None, record, wish.why)
-    assert end is not None
+    (end,) = ended
     if isinstance(end, Exception):
         if config.nodes == 1 or not is_lost_contact(end):
             raise end

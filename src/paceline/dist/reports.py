@@ -3,7 +3,7 @@
     0.json      why worker 0 failed: when, what, traceback
     record      where rank 0 writes its record, once there is one
     4711.pid    a worker with this process id has begun
-    0.done      worker 0 has done all it was started for
+    0.running   worker 0 has begun, and has not yet done all it was started for
     stop        from the launcher: end after this step, and why ("SIGTERM", "Ctrl-C")
 
 The earliest report that is not merely about a lost connection is the cause of the others (law 7). Nothing here imports torch.
@@ -83,6 +83,7 @@ def report_begun() -> None:
     if where is not None:
         with suppress(OSError):  # it can still be ended by elastic
             (where / f"{os.getpid()}.pid").touch()
+            (where / f"{read_place().rank}.running").touch()
 
 
 def report_done() -> None:
@@ -90,7 +91,7 @@ def report_done() -> None:
     where = folder()
     if where is not None:
         with suppress(OSError):  # the launcher is gone
-            (where / f"{read_place().rank}.done").touch()
+            (where / f"{read_place().rank}.running").unlink()  # needs no room on a full disk
 
 
 def read_reports(where: Path) -> list[Report]:
@@ -110,9 +111,9 @@ def read_begun(where: Path) -> list[int]:
     return [int(path.stem) for path in where.glob("*.pid")]
 
 
-def read_done(where: Path) -> set[int]:
-    """The ranks of the workers that are done."""
-    return {int(path.stem) for path in where.glob("*.done")}
+def read_unfinished(where: Path) -> set[int]:
+    """The ranks of the workers that have begun and are not done."""
+    return {int(path.stem) for path in where.glob("*.running")}
 
 
 def ask_to_stop(where: Path, why: str) -> None:

@@ -15,10 +15,10 @@ from paceline.dist.reports import (
     headline,
     is_lost_contact,
     read_begun,
-    read_done,
     read_record,
     read_reports,
     read_stop,
+    read_unfinished,
     report_begun,
     report_done,
     report_failure,
@@ -116,14 +116,14 @@ def test_a_headline_has_an_end():
     assert headline(ValueError(1000 * "x")).endswith("x...")
 
 
-def test_workers_that_are_done_are_known(reports, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert read_done(reports) == set()
+def test_workers_that_are_not_done_are_known(reports, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert read_unfinished(reports) == set()
+    report_begun()
+    assert read_unfinished(reports) == {1}
     report_done()
-    assert read_done(reports) == {1}
+    assert read_unfinished(reports) == set()
 
 
 def test_an_exit_without_a_report_is_said_so():
