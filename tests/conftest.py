@@ -36,7 +36,7 @@ def no_leaks(kept_processes: set[int]) -> Iterator[None]:
     changed = {name for name in environ.keys() | os.environ.keys() if environ.get(name) != os.environ.get(name)}
     os.environ.clear()
     os.environ.update(environ)
-    changed -= {"PYTEST_CURRENT_TEST", "GLOO_SOCKET_IFNAME"}  # set by pytest, by joining a world ...
+    changed -= {"PYTEST_CURRENT_TEST", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}  # set by pytest, by joining a world ...
     changed -= {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"}  # ... and by torch's compiler
     assert not changed, f"environment variables changed: {changed}"
 

@@ -1,5 +1,14 @@
 """`python -m paceline`: how a worker is started."""
 
-from paceline.cli import main
+import os
+import sys
+
+# `python -m` puts the current folder first on the path, where a queue.py would replace the standard library's. Tasks put it
+# behind that (training/tasks.py). It stays if Paceline itself was found through it, in a source tree.
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if not sys.flags.safe_path and sys.path[0] == os.getcwd() != _ROOT:
+    del sys.path[0]
+
+from paceline.cli import main  # noqa: E402
 
 main()

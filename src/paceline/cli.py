@@ -15,9 +15,10 @@ from paceline import __version__
 from paceline.config import add_flags, check_options
 from paceline.dist.launch import INTERRUPTED, start_as_worker
 from paceline.dist.place import read_place
-from paceline.dist.reports import headline, is_lost_contact, report_failure
+from paceline.dist.process import exit_now
+from paceline.dist.reports import headline, is_lost_contact, report_done, report_failure
 from paceline.dist.watch import claim_process
-from paceline.errors import PacelineError, Stopped, UsageError, printable, unknown
+from paceline.errors import PacelineError, Stopped, UsageError, printable, refuse_exit, unknown
 from paceline.loading import pause_collector
 from paceline.output import close_output, is_terminal, open_output, warn
 from paceline.toml import read_recipe
@@ -37,23 +38,29 @@ _EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 done, 1 failed, 2 the user's mistake, 3 diverged, 130 interrupted, 143 stopped."""
+    """Run the command line and exit.
+
+    0 done, 1 failed, 2 the user's mistake, 3 diverged, 130 stopped by Ctrl-C, 143 stopped by SIGTERM or SIGHUP.
+    """
     open_output()
     claim_process()
     start_as_worker()
     pause_collector()
     code = run(sys.argv[1:] if argv is None else argv)
     close_output()
-    # Threads of torch's backends can abort a process that is shutting down its interpreter; nothing is left to do here.
+    if code == 0:
+        report_done()
     if "torch" in sys.modules:
-        os._exit(code)
+        exit_now(code)
     sys.exit(code)
 
 
 def run(argv: Sequence[str]) -> int:
     """The exit code of a command line. Errors become one line, or a traceback where they are nobody's mistake but ours."""
     try:
-        return _verb(_parse(argv))
+        args = _parse(argv)
+        with refuse_exit():  # argparse's own exits, such as --help, are above
+            return _verb(args)
     except KeyboardInterrupt:
         # On a terminal, over what is left of a progress line.
         warn(("\r\x1b[K" if is_terminal(sys.stderr) else "") + "paceline: interrupted")

@@ -5,7 +5,10 @@ A `PacelineError` is one line for the person at the terminal: what was found, th
 """
 
 import difflib
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class PacelineError(Exception):
@@ -45,7 +48,7 @@ class Diverged(PacelineError):
 
 
 class Stopped(PacelineError):
-    """The run was asked to stop and did: exit code 130 after Ctrl-C, 143 after SIGTERM, as shells have it."""
+    """The run was asked to stop and did: exit code 130 after Ctrl-C, 143 after SIGTERM or SIGHUP."""
 
     def __init__(self, text: str, why: str) -> None:
         super().__init__(text)
@@ -55,6 +58,22 @@ class Stopped(PacelineError):
 def printable(text: str) -> str:
     """The text with everything but lines of plain characters escaped: what a user typed must not control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+@contextmanager
+def refuse_exit() -> Iterator[None]:
+    """Turn a sys.exit() in user code into an error: the program would end as if all were done."""
+    try:
+        yield
+    except SystemExit as error:
+        raise PacelineError(describe_exit(error)) from error
+
+
+def describe_exit(error: SystemExit) -> str:
+    """Where sys.exit() was called."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "_sitebuiltins" not in frame.filename]  # exit()
+    at = f" in {frames[-1].name}, line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""
+    return f"sys.exit({error.code!r}) was called{at}: the run is not done; return from the function, or raise an exception"
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:

@@ -1,9 +1,13 @@
 """srun, sbatch and salloc on a real cluster of two nodes: each task finds its world, and a batch script starts its own."""
 
+import getpass
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +15,8 @@ import pytest
 
 from harness.engines import INSTALL, PACELINE, TRAIN, check_apart, check_run, check_survived, run_together, wait_for
 from harness.faults import FLAGS, TASK, fail_at, variables
+from harness.listening import listening, outside
+from harness.processes import tagged
 from harness.slurm import Slurm, cluster, missing
 
 pytestmark = [
@@ -67,6 +73,25 @@ def test_srun_starts_one_world(slurm: Slurm, runs: Path, model: str, flags: list
     done = slurm.run("srun", *flags, *PACELINE, *TRAIN)
     assert done.returncode == 0, done.stderr
     check_run(runs, done.stdout, launcher="by srun", nodes=nodes, model=model)
+
+
+def test_on_one_node_nobody_else_can_connect(slurm: Slurm, runs: Path) -> None:
+    seen, tag = set[str](), uuid.uuid4().hex
+    endless = ["train", "fashion-mnist-mini", "--model", "linear", "--epochs", "1000000", "--log-every", "1"]
+    env = {**os.environ, **slurm.env, "TAG": tag}
+    job = subprocess.Popen(["srun", "-N1", "-n2", *PACELINE, *endless], env=env, stdout=subprocess.PIPE)
+
+    def look() -> bool:
+        seen.update(listening({*tagged(tag)} & {*tagged("\0SLURM_PROCID=")}))  # srun itself listens for its tasks
+        return any(path.stat().st_size for path in runs.glob("*/metrics.jsonl"))
+
+    try:
+        wait_for(look, 60, slurm.logs)
+    finally:
+        slurm.run("scancel", f"--user={getpass.getuser()}", timeout_s=20)
+        job.communicate(timeout=30)
+    assert seen, "no listening socket was seen, so this test shows nothing"
+    assert not outside(seen)
 
 
 def test_two_steps_of_one_job_do_not_collide(slurm: Slurm, runs: Path, model: str) -> None:

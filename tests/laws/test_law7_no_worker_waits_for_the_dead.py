@@ -3,17 +3,21 @@ no process is left."""
 
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from harness.processes import paceline
+from harness.processes import paceline, tagged
 
 TASK = """
 import os, signal, sys, time
@@ -30,6 +34,12 @@ def fail():
         raise ValueError("this is what went wrong")
     if KIND == "exit":
         os._exit(7)
+    if KIND == "exit 0":
+        os._exit(0)
+    if KIND == "sys.exit":
+        sys.exit(0)
+    if KIND == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
     if KIND == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if KIND == "segv":
@@ -66,20 +76,6 @@ def tag() -> Iterator[str]:
         os.kill(pid, signal.SIGKILL)
 
 
-def tagged(tag: str) -> list[int]:
-    found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if (
-                tag.encode() in environ.read_bytes()
-                and b"Z" not in (environ.parent / "stat").read_bytes().rpartition(b")")[2][:3]
-            ):
-                found.append(int(environ.parent.name))
-        except OSError:
-            continue
-    return found
-
-
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
@@ -98,6 +94,9 @@ def write_task(kind: str, step: int = 3) -> str:
         ("raise", "paceline: worker 1 failed first:", "ValueError: this is what went wrong"),
         ("data", "paceline: worker 1 failed first:", "OSError: no such disk"),
         ("exit", "paceline: worker 1 ended with exit code 7 and left no report", ""),
+        ("exit 0", "paceline: worker 1 ended with exit code 0 before the run was done: does the task call sys.exit", ""),
+        ("sys.exit", "paceline: sys.exit(0) was called in fail, line 19 of doomed.py: the run is not done", ""),
+        ("terminate", "paceline: worker 1 was killed by SIGTERM", ""),
         ("kill", "paceline: worker 1 was killed by SIGKILL", "out of memory"),
         ("segv", "paceline: worker 1 was killed by SIGSEGV", ""),
     ],
@@ -164,6 +163,117 @@ def test_a_peer_killed_from_outside_while_others_wait(runs: Path, tag: str) -> N
     assert process.returncode == 1
     assert err.startswith("paceline: worker 1 was killed by SIGKILL")
     assert not tagged(tag)
+
+
+STREAMED = """
+import os, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import Dataset, get_worker_info
+import neighbor
+from paceline import Task
+
+class Data(Dataset):
+    def __init__(self, hangs):
+        self.hangs = hangs
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        if get_worker_info() is not None:
+            held = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()]
+            assert not any("metrics.jsonl" in path for path in held), "this process holds the record's lock"
+            if self.hangs:
+                Path("hangs").touch()
+                time.sleep(1e6)
+        return torch.ones(1), torch.ones(1)
+
+def objective(model, batch):
+    return {{"loss": (model(batch[0]) - batch[1]).square().squeeze(1)}}
+
+def task():
+    return Task(name="streamed", model=lambda: nn.Linear(1, 1), objective=objective,
+                train=lambda: Data({train}), validation=lambda: Data({validation}),
+                defaults={{"global_batch": 10, "base_lr": 0.01, "epochs": 1, "loader_workers": 2}})
+"""
+
+
+def write_streamed(hangs_in: str = "") -> str:
+    Path("neighbor.py").touch()
+    Path("streamed.py").write_text(STREAMED.format(train=hangs_in == "training", validation=hangs_in == "validation"))
+    return "streamed.py"
+
+
+def test_a_loader_that_hangs_in_validation_is_named(runs: Path, tag: str) -> None:
+    flags = ["--workers", "2", "--timeout-s", "5"]
+    done = paceline("train", write_streamed("validation"), *flags, env={"TAG": tag}, timeout_s=60)
+    assert done.returncode == 1
+    assert "hung: no progress for 5 s at step 3, in validation" in done.stderr.splitlines()[0], done.stderr
+    wait_until(lambda: not tagged(tag), "the loader processes to end", 20)
+
+
+def test_loader_processes_that_hang_die_with_their_worker(runs: Path, tag: str) -> None:
+    command = [sys.executable, "-m", "paceline", "train", write_streamed("training")]
+    process = subprocess.Popen(
+        command, env={**os.environ, "TAG": tag}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_until(Path("hangs").exists, "a loader process to hang")
+    assert len(tagged(tag)) == 5, "a worker, and two processes for each of its data sets"
+    process.kill()
+    process.communicate(timeout=20)  # they hold its output
+    wait_until(lambda: not tagged(tag), "the loader processes to end", 20)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_run_touches_nothing_but_its_record(workers: str, runs: Path, tag: str) -> None:
+    """It leaves no temporary file and no process, and modules in the user's folder do not replace the standard library's."""
+    temporary = runs.parent / "temporary"
+    temporary.mkdir()
+    for name in ("queue", "statistics", "random", "socket", "logging"):
+        Path(f"{name}.py").write_text(f"open('imported-{name}', 'w').close()\nraise ImportError('not the standard library')\n")
+    env = {"TAG": tag, "TMPDIR": str(temporary)}
+    done = paceline("train", write_streamed(), "--workers", workers, env=env, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    assert not tagged(tag)
+    assert not list(Path.cwd().glob("imported-*"))
+    left = {path.name for path in temporary.iterdir()}
+    assert all(name.startswith("torchinductor_") for name in left), left  # torch's own cache, one for all runs
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_closed_terminal_stops_the_run_with_a_checkpoint(workers: str, runs: Path, tag: str) -> None:
+    """Its SIGHUP does what SIGTERM does, although nothing can be written to the terminal any more."""
+    task = write_task("forever", step=-1)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["TAG"] = tag
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        os.execv(sys.executable, [sys.executable, "-m", "paceline", "train", task, "--workers", workers])
+    close = threading.Event()
+    reader = threading.Thread(target=read_until, args=(terminal, close))
+    reader.start()
+    try:
+        wait_until(lambda: any(path.stat().st_size for path in runs.glob("*/metrics.jsonl")), "the first step")
+    finally:
+        close.set()
+        reader.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 143
+    (record,) = runs.glob("*")
+    result = json.loads((record / "result.json").read_text())
+    assert (result["status"], result["why"].partition(" after")[0]) == ("interrupted", "stopped by SIGHUP")
+    assert list(record.glob("checkpoints/step-*.safetensors"))
+    assert not tagged(tag)
+
+
+def read_until(terminal: int, close: threading.Event) -> None:
+    """Read what a program writes to its terminal, or it would wait for that; then close the terminal."""
+    with suppress(OSError):  # the program ended
+        while not close.is_set():
+            if select.select([terminal], [], [], 0.05)[0]:
+                os.read(terminal, 65536)
+    os.close(terminal)
 
 
 def test_divergence_ends_all_workers_with_code_3(runs: Path, tag: str) -> None:

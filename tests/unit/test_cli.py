@@ -19,6 +19,7 @@ from harness.processes import paceline, run
 from paceline import cli, config, toml
 from paceline.config import Config, flag
 from paceline.data import fashion_mnist
+from paceline.errors import PacelineError, refuse_exit
 from paceline.training import run as training
 
 QUICK = ("--model", "linear", "--train-samples", "64", "--max-steps", "1")
@@ -394,3 +395,19 @@ def test_a_reader_that_goes_away_is_no_traceback(capfd, monkeypatch):
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=lambda: os.dup(1)))
     assert cli.run(["doctor"]) == 1
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_sys_exit_in_user_code_is_an_error(monkeypatch, capsys):
+    def verb(args):
+        sys.exit(0)
+
+    monkeypatch.setattr(cli, "_verb", verb)
+    assert cli.run(["doctor"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("paceline: sys.exit(0) was called in verb, line ")
+    assert len(err.splitlines()) == 1
+
+
+def test_exit_is_named_where_the_user_called_it():
+    with pytest.raises(PacelineError, match=r"sys.exit\(3\) was called in test_exit_is_named"), refuse_exit():
+        exit(3)

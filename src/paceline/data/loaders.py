@@ -8,12 +8,17 @@ A batch is made in two halves, so that a step captured as a CUDA graph can conta
 from one to the next, as tensors on the device; `make` is the same work on them each time.
 """
 
+import multiprocessing
 import os
+import signal
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.util import get_temp_dir
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -22,6 +27,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from paceline.data.keys import key, on_device, seed_sample
+from paceline.dist.process import die_with_parent
+from paceline.errors import describe_exit
 
 Batch = tuple[Any, ...]
 Inputs = tuple[Any, ...]
@@ -117,6 +124,15 @@ class Loader(ABC):
     def make(self, inputs: Inputs) -> Batch:
         """The batch. Nothing here waits for the device or depends on anything but the inputs."""
 
+    def start(self) -> None:  # noqa: B027  # most loaders have nothing to start
+        """Start the loader's processes; without this call, the first batch does.
+
+        Call it before there are threads and locked files: a forked process inherits the locks of both.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """End the loader's processes. It gives no batches afterwards."""
+
     def batches(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Batch]:
         """One batch on the device for every array in the plan, in order."""
         yield from map(self.make, self.inputs(plan, epoch, before))
@@ -191,8 +207,32 @@ class Streaming(Loader):
             pin_memory=device.type == "cuda",
             persistent_workers=workers > 0,
             collate_fn=_collate,
-            worker_init_fn=partial(_use_cores, cores) if cores else None,  # or they would share their worker's own
+            worker_init_fn=partial(_begin_process, os.getpid(), cores),
+            generator=torch.Generator(),  # each epoch draws a number from it, and must not take that from the training's
         )
+
+    def start(self) -> None:
+        if self._loader.num_workers:
+            get_temp_dir()  # made here, the processes share it, and it is gone with this process even if they are killed
+            self._plan.plan = ()
+            iter(self._loader)  # torch keeps the processes for the epochs to come
+
+    def close(self) -> None:
+        iterator: Any = getattr(self._loader, "_iterator", None)
+        if iterator is None:
+            return
+        self._loader._iterator = None
+        killer = threading.Timer(_CLOSE_S, _kill, [iterator._workers])
+        killer.start()
+        try:
+            with suppress(RuntimeError):  # torch's word for a process that was killed
+                iterator._shutdown_workers()  # waits 5 s for each process that hangs
+        finally:
+            killer.cancel()
+            killer.join()
+            _kill(iterator._workers)
+            for process in iterator._workers:
+                process.join()
 
     def inputs(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Inputs]:
         self._plan.plan, self._plan.epoch = plan, epoch
@@ -275,7 +315,10 @@ class _Keyed(Dataset[Any]):
     def __getitems__(self, asked: list[tuple[int | None, int]]) -> Any:
         if isinstance(self._data, Arrays):
             return self._data.__getitems__([sample for _, sample in asked])
-        return [self._one(epoch, sample) for epoch, sample in asked]
+        try:
+            return [self._one(epoch, sample) for epoch, sample in asked]
+        except SystemExit as error:  # in a loader process torch would not say where
+            raise RuntimeError(describe_exit(error)) from error
 
     def __len__(self) -> int:
         return len(cast(Sized, self._data))
@@ -286,9 +329,24 @@ class _Keyed(Dataset[Any]):
         return self._data[sample]
 
 
-def _use_cores(cores: Iterable[int], number: int) -> None:
-    """In a process of the DataLoader's."""
-    os.sched_setaffinity(0, cores)
+_CLOSE_S = 2.0  # for a loader process to finish the batch it is working on
+
+
+def _kill(processes: Iterable[Any]) -> None:
+    for process in processes:
+        process.kill()  # does nothing to one that has ended
+
+
+def _begin_process(parent: int, cores: Iterable[int] | None, number: int) -> None:
+    """In a process of the DataLoader's: end with the worker, and not before it."""
+    served = multiprocessing.get_start_method() == "forkserver"  # then the parent is the server, which ends with the worker
+    die_with_parent(os.getppid() if served else parent)
+    # A terminal and a scheduler send these to all processes of a run, and the worker needs samples to finish its step. Unlike
+    # SIG_IGN, a handler that does nothing is not inherited by programs that a Dataset starts.
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, lambda *_: None)
+    if cores:
+        os.sched_setaffinity(0, cores)  # or they would share their worker's own
 
 
 def _collate(items: Any) -> Any:

@@ -5,7 +5,6 @@ of its own, so that Ctrl-C reaches only the launcher, which asks them to stop an
 other is in `reports.py`, who takes part in the next attempt in `restarts.py`.
 """
 
-import ctypes
 import gc
 import logging
 import os
@@ -15,16 +14,16 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from paceline.config import Config
 from paceline.dist.place import REPORTS_VARIABLE, threads_per_worker
+from paceline.dist.process import die_with_parent, let_go_of_terminal, python_command
 from paceline.dist.reports import (
     Report,
     ask_to_stop,
@@ -36,6 +35,7 @@ from paceline.dist.reports import (
     read_record,
     read_reports,
     read_stop,
+    read_unfinished,
     report_begun,
 )
 from paceline.dist.restarts import Crew, Failure, command_again, newest_checkpoint, next_crew
@@ -43,8 +43,11 @@ from paceline.errors import UsageError
 from paceline.loading import resume_collector
 from paceline.output import is_terminal, warn
 
+if TYPE_CHECKING:  # it imports torch
+    from paceline.dist.agent import Exits, Meeting
+
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
-STOPPED = 143  # ... and by SIGTERM
+STOPPED = 143  # ... and by SIGTERM; a run that SIGHUP stopped uses it, too
 STOPPING = "paceline: stopping after this step (Ctrl-C again to stop now)"
 
 _AGENT_VARIABLE = "PACELINE_AGENT"
@@ -61,6 +64,8 @@ class Outcome:
     """Who failed first. None where all went well or the launch was asked to stop (INTERRUPTED or STOPPED)."""
     record: Path | None = None
     """Where rank 0 was writing its record, if it came that far."""
+    why: str = ""
+    """What stopped it, where it was asked to stop: "Ctrl-C", or the signal's name."""
 
 
 def launch(command: Sequence[str], config: Config) -> Outcome:
@@ -108,10 +113,7 @@ def start_as_worker() -> None:
     if where is None:
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an interrupted import
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a launcher killed with -9 leaves no orphans
-        if str(os.getppid()) != os.environ.get(_AGENT_VARIABLE):
-            os._exit(1)  # it was already gone
+    die_with_parent(int(os.environ.get(_AGENT_VARIABLE, "0")))  # a launcher killed with -9 leaves no orphans
     report_begun()
     if read_stop(where):
         os._exit(STOPPED)  # asked to stop before it began
@@ -127,6 +129,8 @@ def _wish_to_stop() -> Iterator[Wish]:
         if wish.times == 1:
             wish.exit_code = INTERRUPTED if number == signal.SIGINT else STOPPED
             wish.why = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        if number == signal.SIGHUP:
+            let_go_of_terminal()
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -141,55 +145,47 @@ def _wish_to_stop() -> Iterator[Wish]:
 
 def _attempt(command: Sequence[str], crew: Crew, config: Config, reports: Path, wish: Wish) -> Outcome:
     """Start the workers once and wait for their end."""
-    import torch.distributed.launcher.api  # noqa: F401  # here, and not in the thread: Ctrl-C meanwhile is noted
+    import paceline.dist.agent  # noqa: F401  # it imports torch: here, and not in the thread, so that Ctrl-C is noted meanwhile
 
     resume_collector()
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # its news reach the user in our words
-    ended: list[dict[int, int] | Exception] = []
-    with _environment(crew, reports), _impatient():
+    ended: list[Exits | Exception] = []
+    with _environment(crew, reports):
         if not wish.why:
             # In a thread of its own elastic leaves the signals alone, and they reach us even while it waits for other nodes.
             # A worker's PR_SET_PDEATHSIG is about this thread: it must not end before them, and elastic sees to that.
-            thread = threading.Thread(target=_run_elastic, args=(command, crew, config, ended), name="elastic", daemon=True)
+            thread = threading.Thread(
+                target=_run_elastic, args=(command, crew, config, reports, ended), name="elastic", daemon=True
+            )
             thread.start()
             _wait(thread, config, reports, wish)
-    record = read_record(reports)
-    if ended == [{}]:  # done, even where the wish to stop came too late
+            _signal_workers(reports, signal.SIGKILL)  # what a worker started and left behind
+    record, unfinished = read_record(reports), read_unfinished(reports)
+    exits = ended[0].codes if ended and not isinstance(ended[0], Exception) else None
+    codes = {rank: code for rank, code in (exits or {}).items() if code != 0 or rank in unfinished}
+    if exits is not None and not codes:  # done, even if the wish to stop came too late
         return Outcome(0, None, record)
     if wish.why:
-        return Outcome(wish.exit_code, None, record)
+        return Outcome(wish.exit_code, None, record, wish.why)
     (end,) = ended
     if isinstance(end, Exception):
         if config.nodes == 1 or not is_lost_contact(end):
             raise end
         text = f"node {config.node_id} lost contact with the others: {headline(end)}"
         return Outcome(1, Report(0, time.time(), 1, text, lost_contact=True), record)
-    report = first_failure(read_reports(reports), end, begun=record is not None)
+    report = first_failure(read_reports(reports), codes, end.terminated, begun=record is not None)
     return Outcome(report.exit_code, report, record)
 
 
-def _run_elastic(command: Sequence[str], crew: Crew, config: Config, ended: list[dict[int, int] | Exception]) -> None:
-    """Let elastic run the workers; `ended` gets the exit codes other than 0 by rank, or the error that kept it from that."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def _run_elastic(command: Sequence[str], crew: Crew, config: Config, reports: Path, ended: "list[Exits | Exception]") -> None:
+    """Let elastic run the workers; `ended` gets how they ended, or the error that kept them from running."""
+    from paceline.dist.agent import run_workers
 
+    again = [*python_command(), "-m", "paceline", *command]
     try:
-        elastic_launch(
-            LaunchConfig(
-                min_nodes=config.nodes,
-                max_nodes=config.nodes,
-                nproc_per_node=crew.workers,
-                max_restarts=0,
-                run_id=uuid.uuid4().hex if config.nodes == 1 else "paceline",
-                **_rendezvous(config),
-            ),
-            sys.executable,
-        )("-m", "paceline", *command)
-        ended.append({})
-    except ChildFailedError as error:
-        ended.append({rank: failure.exitcode for rank, failure in error.failures.items()})
+        ended.append(run_workers(again, crew.workers, _meeting(config), reports / "elastic", _KILL_AFTER_S))
     except Exception as error:
         ended.append(error)
 
@@ -238,48 +234,34 @@ def _environment(crew: Crew, reports: Path) -> Iterator[None]:
         os.environ.update(environ)
 
 
-@contextmanager
-def _impatient() -> Iterator[None]:
-    """Let elastic send SIGKILL 5 s after SIGTERM, and not 30 s: it has a setting for that, but not where a worker failed."""
-    from torch.distributed.elastic.multiprocessing.api import PContext
-
-    close: Any = PContext.close
-    defaults = close.__defaults__  # of (death_sig, timeout)
-    close.__defaults__ = (None, _KILL_AFTER_S) if defaults == (None, 30) else defaults
-    try:
-        yield
-    finally:
-        close.__defaults__ = defaults
-
-
 def _meet_anew(config: Config) -> None:
     """Before nodes meet again at the same port: let go of the last meeting's store, and do not take it for the next one's."""
     if config.node_id == 0:
         gc.collect()  # elastic's agent, which holds the store, is part of a cycle
         time.sleep(1)  # long enough for the others to find nobody there
         return
-    host, _, port = _rendezvous(config)["rdzv_endpoint"].rpartition(":")
+    meeting = _meeting(config)
     for _ in range(150):  # 15 s: after that it is the next one already, which node 0 opened before we looked
         try:
-            socket.create_connection((host, int(port)), timeout=1).close()
+            socket.create_connection((meeting.host, meeting.port), timeout=1).close()
         except OSError:
             return
         time.sleep(0.1)
 
 
-def _rendezvous(config: Config) -> dict[str, Any]:
-    """Where this node's agent meets the others: alone, on a free port of this machine; else at a port of node 0."""
+def _meeting(config: Config) -> "Meeting":
+    """Where this node's agent meets the others: alone, on a free port of its loopback; else at a port of node 0."""
+    from paceline.dist.agent import Meeting
+    from paceline.dist.store import LOOPBACK
+
     if config.nodes == 1:
-        return {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "127.0.0.1"}
+        return Meeting(host=LOOPBACK, port=0, node=0, nodes=1, timeout_s=config.timeout_s)
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     endpoint = config.rendezvous or (f"{address}:{port}" if address and port else "")
-    if not endpoint.rpartition(":")[2].isdigit() or not endpoint.rpartition(":")[0]:
+    host, _, port = endpoint.rpartition(":")
+    if not port.isdigit() or not host:
         raise UsageError(
             f"--nodes {config.nodes} needs to know where node 0 is: give --rendezvous HOST:PORT, or set MASTER_ADDR and"
             " MASTER_PORT"
         )
-    return {
-        "rdzv_backend": "static",
-        "rdzv_endpoint": endpoint,
-        "rdzv_configs": {"rank": config.node_id, "timeout": config.timeout_s},
-    }
+    return Meeting(host=host.strip("[]"), port=int(port), node=config.node_id, nodes=config.nodes, timeout_s=config.timeout_s)

@@ -8,6 +8,7 @@ so they do with strangers. A store is never called on trust: torch's client wait
 Rank 0 stops telling once all are there, so a later run in the same step cannot find an old store.
 """
 
+import errno
 import hashlib
 import socket
 import time
@@ -18,6 +19,7 @@ from datetime import timedelta
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.dist.place import Place, meeting_point
+from paceline.dist.store import host_store, listen, why_not
 from paceline.errors import PacelineError
 
 _HERE = "paceline/here"  # counts the workers that found the store
@@ -33,7 +35,9 @@ def meet(place: Place, timeout: timedelta) -> Store:
         return HashStore()
     host, port = meeting_point(place)
     if port is not None:
-        return TCPStore(host, port, place.size, is_master=place.rank == 0, timeout=timeout)
+        if place.rank == 0:
+            return host_store(host, port, place.size, timeout)
+        return TCPStore(host, port, place.size, is_master=False, timeout=timeout)
     row = [_FIRST_PORT + _hash(place.run_key, i) % _PORTS for i in range(_ROW)]
     return _host(host, row, place, timeout) if place.rank == 0 else _find(host, row, place, timeout)
 
@@ -64,7 +68,7 @@ def meet_afresh(store: Store, place: Place, timeout: timedelta) -> Store:
 def _host(host: str, row: list[int], place: Place, timeout: timedelta) -> Store:
     end = time.monotonic() + timeout.total_seconds()
     with _first_free(row, host) as server:
-        store = TCPStore(host, 0, place.size, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = host_store(host, 0, place.size, timeout, wait=False)
         server.settimeout(0.05)
         while (here := store.add(_HERE, 0) + 1) < place.size:
             if time.monotonic() > end:
@@ -77,15 +81,12 @@ def _host(host: str, row: list[int], place: Place, timeout: timedelta) -> Store:
 
 
 def _first_free(row: list[int], host: str) -> socket.socket:
-    local = host.startswith("127.")  # one node: nobody outside has business here
-    both = socket.has_dualstack_ipv6() and not local
     for port in row:
         try:
-            return socket.create_server(
-                (host if local else "", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
-            )
-        except OSError:  # taken by another program
-            continue
+            return listen(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise PacelineError(f"rank 0 cannot listen at {host}: {why_not(error)}; set MASTER_ADDR to its host") from error
     raise PacelineError(f"all of the ports {row} on {host} are taken: set MASTER_PORT to a free one")
 
 

@@ -95,10 +95,10 @@ def meeting_point(place: Place, env: Mapping[str, str] | None = None) -> tuple[s
     """Address and, if the launcher or the user fixed one, port of the worker with rank 0 (for srun and mpirun)."""
     env = os.environ if env is None else env
     port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else None
+    if place.nodes == 1:  # whatever MASTER_ADDR says: nobody outside needs to reach this run
+        return "127.0.0.1", port
     if "MASTER_ADDR" in env:
         return env["MASTER_ADDR"], port
-    if place.nodes == 1:
-        return "127.0.0.1", port
     if place.launcher == "srun":
         return _slurm_address(env), port
     raise UsageError("mpirun over several nodes needs to know where rank 0 is: add -x MASTER_ADDR=<its host>")

@@ -3,6 +3,7 @@
     0.json      why worker 0 failed: when, what, traceback
     record      where rank 0 writes its record, once there is one
     4711.pid    a worker with this process id has begun
+    0.running   worker 0 has begun, and has not yet done all it was started for
     stop        from the launcher: end after this step, and why ("SIGTERM", "Ctrl-C")
 
 The earliest report that is not merely about a lost connection is the cause of the others (law 7). Nothing here imports torch.
@@ -13,12 +14,12 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paceline.dist.place import REPORTS_VARIABLE
+from paceline.dist.place import REPORTS_VARIABLE, read_place
 from paceline.errors import PacelineError
 
 
@@ -82,6 +83,15 @@ def report_begun() -> None:
     if where is not None:
         with suppress(OSError):  # it can still be ended by elastic
             (where / f"{os.getpid()}.pid").touch()
+            (where / f"{read_place().rank}.running").touch()
+
+
+def report_done() -> None:
+    """Tell the launcher that this worker is done: exit code 0 alone does not say so, as user code may call os._exit(0)."""
+    where = folder()
+    if where is not None:
+        with suppress(OSError):  # the launcher is gone
+            (where / f"{read_place().rank}.running").unlink()  # needs no room on a full disk
 
 
 def read_reports(where: Path) -> list[Report]:
@@ -101,6 +111,11 @@ def read_begun(where: Path) -> list[int]:
     return [int(path.stem) for path in where.glob("*.pid")]
 
 
+def read_unfinished(where: Path) -> set[int]:
+    """The ranks of the workers that have begun and are not done."""
+    return {int(path.stem) for path in where.glob("*.running")}
+
+
 def ask_to_stop(where: Path, why: str) -> None:
     """Ask the workers to end after this step."""
     with suppress(OSError):  # a full disk: they are then ended when their grace has passed
@@ -116,37 +131,64 @@ def read_stop(where: Path) -> str:
     return ""
 
 
-def first_failure(reports: Sequence[Report], exits: Mapping[int, int], *, begun: bool = True) -> Report:
-    """The failure that caused the others: a worker's own error, else a worker that hung or was killed by a signal, else the
-    first lost contact. Before the run has `begun` (it has a record), one that others waited for may merely load slowly."""
+def first_failure(
+    reports: Sequence[Report], exits: Mapping[int, int], terminated: Collection[int] = (), *, begun: bool = True
+) -> Report:
+    """The failure that caused the others: a worker's own error, else one that ended or hung without a report, else the first
+    lost contact.
+
+    `exits` are the exit codes of the workers that are not done, `terminated` those that the launcher ended because another one
+    had ended. Before the run has `begun` (it has a record), a worker that others waited for may merely load slowly.
+    """
     own = [report for report in reports if not report.lost_contact]
     if own:
         return min(own, key=lambda report: report.when)
     reported = {report.rank for report in reports}
-    silent = {rank: code for rank, code in exits.items() if rank not in reported}
-    waited = any(report.waited for report in reports)
-    for rank, code in sorted(silent.items(), key=_suspicion):
-        ended = waited and code in (-signal.SIGTERM, -signal.SIGKILL)  # the others waited, and elastic ended it
-        if ended and not begun:
+    silent = [rank for rank in exits if rank not in reported]
+    alone = [rank for rank in silent if rank not in terminated]
+    if alone:
+        rank = min(alone, key=lambda rank: _suspicion(rank, exits[rank]))
+        return Report(rank, 0.0, 1, _describe_exit(rank, exits[rank]))
+    if silent and any(report.waited for report in reports):
+        rank = min(silent)
+        text = f"worker {rank} hung: the others waited for it, and it could not say where it is (stuck outside Python?)"
+        if not begun:
             slow = "if it was still loading data, raise --timeout-s"
             text = f"worker {rank} was not ready for the first step: the others waited for it; {slow}"
-        elif ended:
-            text = f"worker {rank} hung: the others waited for it, and it could not say where it is (stuck outside Python?)"
-        elif code < 0:
-            name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
-            hint = " (often the system out of memory: try a smaller global batch)" if -code == signal.SIGKILL else ""
-            text = f"worker {rank} was killed by {name}{hint}"
-        else:
-            text = f"worker {rank} ended with exit code {code} and left no report"
         return Report(rank, 0.0, 1, text)
     if reports:
         return min(reports, key=lambda report: report.when)
     return Report(0, 0.0, 1, "the workers ended without saying why")
 
 
+_HINTS = {
+    signal.SIGKILL: " (often the system out of memory: try a smaller global batch)",
+    signal.SIGILL: ": this CPU or virtual machine lacks an instruction that torch's kernels use, most likely bf16 on AMX; use"
+    " --precision fp32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16",
+}
+
+
+def _describe_exit(rank: int, code: int) -> str:
+    """How a worker ended that left no report."""
+    if code == 0:
+        return f"worker {rank} ended with exit code 0 before the run was done: does the task call sys.exit or os._exit?"
+    if code > 0:
+        return f"worker {rank} ended with exit code {code} and left no report"
+    known = -code in list(signal.Signals)
+    name = signal.Signals(-code).name if known else f"signal {-code}"
+    return f"worker {rank} was killed by {name}{_HINTS.get(signal.Signals(-code), '') if known else ''}"
+
+
+_HEADLINE = 200  # characters, about two lines of a terminal
+
+
 def headline(error: BaseException) -> str:
-    """The error in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    """The error in one line. Of an error in a loader process, whose text is that process's whole traceback, the last line."""
+    text, name = str(error), type(error).__name__
+    if "Original Traceback" in text:
+        text = text.strip().splitlines()[-1].removeprefix(f"{name}: ")
+    line = " ".join(f"{name}: {text}".split())
+    return line if len(line) <= _HEADLINE else f"{line[: _HEADLINE - 3]}..."
 
 
 def is_lost_contact(error: BaseException) -> bool:
@@ -182,7 +224,6 @@ def _says_timeout(error: BaseException) -> bool:
     )
 
 
-def _suspicion(item: tuple[int, int]) -> tuple[bool, bool, int]:
-    """Killed by a signal before a bare exit code; last of all SIGTERM, which is how elastic ends the others."""
-    rank, code = item
+def _suspicion(rank: int, code: int) -> tuple[bool, bool, int]:
+    """Killed by a signal before a bare exit code; last of all SIGTERM, which somebody else's launcher may send to all."""
     return code == -signal.SIGTERM, code >= 0, rank

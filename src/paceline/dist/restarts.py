@@ -3,13 +3,13 @@
 import os
 import re
 import subprocess
-import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import Config
+from paceline.dist.process import python_command
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -86,7 +86,9 @@ def _gpus(crew: Crew) -> tuple[tuple[str, bool], ...]:
     """
     env = dict(os.environ) if crew.devices is None else {**os.environ, _DEVICES: ",".join(crew.devices)}
     try:
-        done = subprocess.run([sys.executable, "-c", _PROBE], env=env, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            [*python_command(), "-c", _PROBE], env=env, capture_output=True, text=True, timeout=60, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return ()
     answers = [line.split()[1] == "1" for line in done.stdout.splitlines()]

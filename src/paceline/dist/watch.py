@@ -1,10 +1,10 @@
 """What a worker knows about time: that it was asked to stop, and that it makes no progress (law 7).
 
-A wish to stop (SIGTERM, Ctrl-C, or a file of the launcher's) is only noted: the loop reads `stop`, finishes the step, writes a
-checkpoint and ends by itself. One thread sees to it that this happens within the grace, and that a worker which stands still
-says where before it ends. Signals reach the thread through a pipe, because Python runs handlers in the main thread alone, which
-may be stuck in a collective. A process that is not ours (a notebook, the caller's own program) is never ended from here: its
-main thread is interrupted by an exception. Nothing here imports torch.
+A wish to stop (SIGTERM, SIGHUP, Ctrl-C, or a file of the launcher's) is only noted: the loop reads `stop`, finishes the step,
+writes a checkpoint and ends by itself. One thread sees to it that this happens within the grace, and that a worker which stands
+still says where before it ends. Signals reach the thread through a pipe, because Python runs handlers in the main thread alone,
+which may be stuck in a collective. A process that is not ours (a notebook, the caller's own program) is never ended from here:
+its main thread is interrupted by an exception. Nothing here imports torch.
 """
 
 import os
@@ -20,6 +20,7 @@ from typing import Any, Self
 from paceline.dist import reports
 from paceline.dist.launch import INTERRUPTED, STOPPED, STOPPING
 from paceline.dist.place import read_place
+from paceline.dist.process import exit_now, let_go_of_terminal
 from paceline.errors import PacelineError, Stopped
 from paceline.output import is_terminal, warn
 
@@ -47,7 +48,7 @@ class Watch:
     def __init__(self, rank: int, timeout_s: float, grace_s: float) -> None:
         self._rank, self._timeout_s, self._grace_s = rank, timeout_s, grace_s
         self.stop = ""
-        """Why this worker should stop ("SIGTERM", "Ctrl-C"), or ""."""
+        """Why this worker should stop ("SIGTERM", "SIGHUP", "Ctrl-C"), or ""."""
         self._folder = reports.folder()
         self._place = read_place()
         self._last: tuple[float, int, str] | None = None
@@ -68,8 +69,8 @@ class Watch:
         os.set_blocking(self._writer, False)  # Python's rule for a pipe that signals are written to
         # A worker of our own launcher dies at once on SIGTERM, which is how the launcher ends the others when one failed.
         if self._folder is None and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # a background job's Ctrl-C is not for it
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup, and a background job's Ctrl-C
                     self._handlers[number] = signal.signal(number, self._handle)
             self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             _handling.append(self)
@@ -107,6 +108,8 @@ class Watch:
             raise error
 
     def _note(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            let_go_of_terminal()
         if self.stop:
             return
         self._exit_code = INTERRUPTED if number == signal.SIGINT else STOPPED
@@ -131,6 +134,8 @@ class Watch:
                     self._hear(number)
             if not self.stop and self._folder is not None:
                 self.stop = reports.read_stop(self._folder)  # here, and not where the loop asks: a `stat` is 5 us
+                if self.stop == "SIGHUP":
+                    let_go_of_terminal()
             if time.monotonic() > self._deadline:
                 self._end_late()
             self._check_progress()
@@ -158,7 +163,7 @@ class Watch:
             self._deadline = float("inf")
         else:
             warn(f"{late}: it ends now")
-            os._exit(self._exit_code)
+            exit_now(self._exit_code)
 
     def _interrupt(self, error: BaseException) -> bool:
         """Have the main thread raise this, once; False where it already unwinds, or where the handlers are not ours."""
@@ -196,7 +201,7 @@ class Watch:
             return
         if may_wait:
             time.sleep(_WAIT_LONGER_S)  # for the others that wait to say so: who is then still silent is the one that hangs
-        os._exit(1)
+        exit_now(1)
 
     def _check_stuck(self, when: float, step: int, phase: str) -> None:
         """Asked to stop while it waits for others: torchrun ends all when one fails, and a collective with that one never ends.
@@ -207,22 +212,23 @@ class Watch:
         if time.monotonic() - max(when, self._asked) > limit:
             late = f"paceline: worker {self._rank} was asked to stop and is stuck at step {step}, in {phase}: it ends now"
             warn(late)
-            os._exit(self._exit_code)
+            exit_now(self._exit_code)
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._watched)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     def _leave_child(self) -> None:
-        """In a forked child, such as a DataLoader's worker: its signals are not the worker's, and SIGTERM ends it as before.
+        """In a forked child, such as one of the user's Dataset: its signals are not the worker's; SIGTERM ends it as before.
 
-        Ctrl-C at a terminal reaches it, too. It stays with the handler, which takes no notice of the first: the step that is
-        to be finished needs its samples, and that holds for a child which began before the first step, too.
+        Ctrl-C at a terminal reaches it, too. It keeps the handler, which only notes the first: the step that is to be finished
+        may need this child. (Loader processes are forked before the watch and see to that themselves.)
         """
         self._last = None
         signal.set_wakeup_fd(-1)
-        if signal.SIGTERM in self._handlers:
-            signal.signal(signal.SIGTERM, self._handlers[signal.SIGTERM])
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if number in self._handlers:
+                signal.signal(number, self._handlers[number])
 
 
 _handling: list[Watch] = []

@@ -234,15 +234,18 @@ def interfaces() -> dict[str, str]:
 
 
 def _choose_interface(place: Place) -> None:
-    """Tell gloo which network interface to use, unless the user did.
+    """Tell gloo which network interface to use, and on one node also NCCL, unless the user did.
 
-    Left alone, gloo looks up the host's own name, which on many systems is 127.0.1.1 (workers on two nodes then never meet) or
-    nothing at all (it then fails even alone).
+    On one node nobody outside needs to connect, so both use the loopback. On several, gloo would look up the host's own name,
+    which on many systems is 127.0.1.1 (workers on two nodes then never meet) or nothing at all (it then fails even alone).
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ or not sys.platform.startswith("linux"):
+    if not sys.platform.startswith("linux"):
         return
     if place.nodes == 1:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # "=": this name, not all that begin with it
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     host, _ = meeting_point(place)
     mine = _address_towards(host)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from paceline.data import fashion_mnist
 from paceline.dist.place import cores, read_place
+from paceline.dist.process import python_command
 from paceline.dist.world import backends, interfaces
 from paceline.errors import PacelineError
 from paceline.training.precision import lists_amx, try_bf16
@@ -168,7 +169,7 @@ def _all_reduce() -> Iterator[Finding]:
         begin = time.perf_counter()
         env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else dict(os.environ)
         command = [
-            sys.executable,
+            *python_command(),
             "-c",
             "import sys; from paceline.measure.doctor import add; add(*sys.argv[1:])",
             f"{folder}/store",

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.dist.place import threads_per_worker
+from paceline.dist.process import python_command
 from paceline.errors import PacelineError, Stopped, UsageError
 from paceline.measure.results import GOOD, make_results, read_run
 from paceline.measure.runs import ENDED, Call, Planned, changed, claim, explained, perform, read_state, settled, write_json
@@ -135,7 +136,7 @@ def _run_slots(runs: Sequence[Planned], call: Call, slots: Sequence[Mapping[str,
 
 
 def _start_slot(plan: Path, folder: Path, number: int, env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "paceline", "study", str(plan), "--slot", str(os.getpid())]
+    command = [*python_command(), "-m", "paceline", "study", str(plan), "--slot", str(os.getpid())]
     with (folder / f"slot-{number}.log").open("ab") as log:
         return subprocess.Popen(command, env={**os.environ, **env}, stdout=log, stderr=log, start_new_session=True)
 

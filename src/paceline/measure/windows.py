@@ -45,23 +45,23 @@ def measure(make: Callable[[bool], Run], how: Mapping[str, Any]) -> dict[str, An
     `make(profile)` builds it: once as it trains, for the speed, and once more with stamps wherever there can be any and a look
     at DDP's buckets, for the parts. Both would not fit a device that one fills.
     """
-    run = make(False)
-    if not run.sampler.full_steps:
-        raise UsageError(
-            f"an epoch of {run.contract.train_samples:,} samples has no full step of {run.sampler.global_batch:,}: use a"
-            " smaller batch, or more data"
-        )
-    here, batch = run.world, run.sampler.global_batch
-    work, steps = _begin(run, how)
-    speeds = [steps * batch / work.window(steps) for _ in range(how["windows"])]
-    run.step.captured = None  # NCCL does not end while a graph lives that holds some of its work
+    with make(False) as run:
+        if not run.sampler.full_steps:
+            raise UsageError(
+                f"an epoch of {run.contract.train_samples:,} samples has no full step of {run.sampler.global_batch:,}: use a"
+                " smaller batch, or more data"
+            )
+        here, batch = run.world, run.sampler.global_batch
+        work, steps = _begin(run, how)
+        speeds = [steps * batch / work.window(steps) for _ in range(how["windows"])]
+        run.step.captured = None  # NCCL does not end while a graph lives that holds some of its work
     del run, work
-    run = make(True)
-    work, steps = _begin(run, how)
-    timed = [step for _ in range(how["windows"]) for step in work.timed(max(5, steps // 2))]
-    split, buckets = split_steps(timed, here), _describe_buckets(timed)
-    links = _measure_links(here, _gradient_bytes(run)) if here.size > 1 else []
-    run.step.captured = None
+    with make(True) as run:
+        work, steps = _begin(run, how)
+        timed = [step for _ in range(how["windows"]) for step in work.timed(max(5, steps // 2))]
+        split, buckets = split_steps(timed, here), _describe_buckets(timed)
+        links = _measure_links(here, _gradient_bytes(run)) if here.size > 1 else []
+        run.step.captured = None
     return {"count": _describe(run, split, {**summarise(speeds), "buckets": buckets}, links), "links": links}
 
 

@@ -1,7 +1,7 @@
 """Put a run together: data, model, optimizer, step. What each worker needs before the first step."""
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -54,6 +54,15 @@ class Run:
     contract: Contract
     notes: tuple[str, ...] = ()
     """What the user should know before the first step."""
+
+    def __enter__(self) -> Self:
+        for loader in (self.train, self.validation):
+            loader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for loader in (self.train, self.validation):
+            loader.close()
 
     def plan(self, epoch: int, steps: range) -> list[list[Pass]]:
         """This worker's passes in these steps of an epoch."""

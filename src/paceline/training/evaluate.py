@@ -159,6 +159,7 @@ class Averaged:
         def seed(i: int) -> None:
             seed_all(key(step.config.seed, _STATISTICS, epoch, numbers[i]), world.device)
 
+        step.mark(step.now, "validation")
         for row, inputs in zip(mine, self._loader.inputs(list(mine.values()), epoch, seed), strict=True):
             step.mark(step.now, "validation")
             with autocast(step.config, world):

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.dist.agree import check_agreement
 from paceline.dist.watch import Watch
-from paceline.errors import Diverged, PacelineError, Stopped, UsageError
+from paceline.errors import Diverged, PacelineError, Stopped, UsageError, refuse_exit
 from paceline.training import fast
 from paceline.training.build import Run
 from paceline.training.carrier import Meter
@@ -44,7 +44,8 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
         for observer in observers:
             observer.start(contract)
         try:
-            _Fit(run, observers, progress, keeper, watch).epochs()
+            with refuse_exit():
+                _Fit(run, observers, progress, keeper, watch).epochs()
             run.step.captured = None  # NCCL does not end while a graph lives that holds some of its work
         except BaseException as error:
             status = {Diverged: "diverged", KeyboardInterrupt: "interrupted", Stopped: "interrupted"}.get(type(error), "failed")

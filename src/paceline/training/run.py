@@ -159,9 +159,8 @@ def _train_here(task: str | Task, options: Mapping[str, Any], place: Place) -> R
         check_options(told["options"], config)
         if config.tracker == "tensorboard":
             check_tensorboard()
-        run = build(task, config, here)
         record = Path(told["record"]) if told["record"] else None
-        with Watch(here.rank, config.timeout_s, config.grace_s) as watch:
+        with build(task, config, here) as run, Watch(here.rank, config.timeout_s, config.grace_s) as watch:
             if here.speaks:
                 return _speak(run, task, given, record, watch)
             path = Path(here.share(None))
@@ -215,7 +214,7 @@ def _train_there(task: str, options: Mapping[str, Any], where: Config) -> Result
     outcome = launch(["train", task, *to_flags(options)], where)
     if outcome.exit_code == 0:
         if outcome.record is None and where.node_id == 0:
-            raise WorkerFailed("the workers ended before the run began: does the task call sys.exit?", 1)
+            raise WorkerFailed("the workers ended before the run began", 1)
         return Result.read(read_result(outcome.record)) if outcome.record else Result(status="done", metrics={})
     if where.node_id == 0:  # where rank 0 wrote it
         with suppress(OSError, ValueError):  # a full disk must not hide what happened
@@ -227,8 +226,7 @@ def _train_there(task: str, options: Mapping[str, Any], where: Config) -> Result
 
 def _stopped(outcome: Outcome) -> Stopped:
     """What rank 0 said when it stopped as it was asked to, or that it could not."""
-    why = "Ctrl-C" if outcome.exit_code == INTERRUPTED else "SIGTERM"
-    text = ""
+    why, text = outcome.why, ""
     with suppress(PacelineError):
         began = outcome.record is not None and outcome.record.exists()
         found = Result.read(read_result(outcome.record)).why if outcome.record and began else ""

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -137,14 +138,20 @@ def _call(name: str) -> Task:
     return task
 
 
+def _make_importable(folder: str) -> None:
+    """Put a folder on the path: behind the standard library, which a queue.py in it must not replace, and before packages."""
+    if folder not in sys.path:
+        library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+        library += [os.path.join(path, "lib-dynload") for path in library]
+        sys.path.insert(max((i + 1 for i, path in enumerate(sys.path) if path in library), default=0), folder)
+
+
 def _import(where: str) -> ModuleType:
     if not where.endswith(".py"):
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
+        _make_importable(os.getcwd())
         return importlib.import_module(where)
     path = Path(where).resolve()
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # a task file may import its neighbours
+    _make_importable(str(path.parent))  # a task file may import its neighbors
     if path.stem in sys.modules and getattr(sys.modules[path.stem], "__file__", None) == str(path):
         return sys.modules[path.stem]
     spec = importlib.util.spec_from_file_location(path.stem, path)

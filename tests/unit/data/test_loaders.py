@@ -3,6 +3,9 @@
 import gc
 import os
 import random
+import signal
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from harness.processes import children
+from paceline.data import loaders
 from paceline.data.augment import Images
 from paceline.data.loaders import Arrays, Resident, Streaming, make_loader, tensors_in
 
@@ -107,6 +111,80 @@ def test_workers_live_on_and_are_gone_with_the_loader():
     del loader
     gc.collect()
     assert not makers[0] & children(os.getpid()).keys()
+
+
+def test_processes_start_when_they_are_told_to_and_serve_all_epochs():
+    loader = Streaming(Noisy(), None, CPU, 2, 0)
+    state = torch.random.get_rng_state()
+    loader.start()
+    assert torch.equal(torch.random.get_rng_state(), state), "the training's random numbers are not the loader's"
+    started = children(os.getpid()).keys()
+    assert len(started) == 2
+    for epoch in range(2):
+        assert {int(pid) for batch in loader.batches(PLAN, epoch) for pid in batch[2]} == started
+    loader.close()
+    assert not children(os.getpid())
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_has_started_nothing_closes(workers):
+    Streaming(Noisy(), None, CPU, workers, 0).close()
+    loader = make_loader(arrays(), "resident", None, CPU, 0, 0)
+    loader.start()
+    loader.close()
+
+
+class Stuck(Dataset):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        os.write(STUCK[1], b"x")
+        time.sleep(1e6)
+        return index
+
+
+STUCK = os.pipe()
+
+
+def test_a_process_that_hangs_is_killed(monkeypatch):
+    monkeypatch.setattr(loaders, "_CLOSE_S", 0.2)
+    loader = Streaming(Stuck(), None, CPU, 2, 0)
+    loader.start()
+    loader._plan.plan = PLAN
+    iter(loader._loader)
+    os.read(STUCK[0], 1)
+    loader.close()
+    assert not children(os.getpid())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_processes_serve_a_worker_that_was_asked_to_stop(number):
+    """A terminal and Slurm signal all processes of a run, and the step that is to be finished needs its samples."""
+    loader = Streaming(Noisy(), None, CPU, 1, 0)
+    loader.start()
+    assert len(list(loader.batches(PLAN, 0))) == len(PLAN)  # it has begun
+    for pid in children(os.getpid()):
+        os.kill(pid, number)
+    assert len(list(loader.batches(PLAN, 1))) == len(PLAN)
+    loader.close()
+
+
+class Exits(Dataset):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        sys.exit(0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_calls_sys_exit_is_named(workers):
+    loader = Streaming(Exits(), None, CPU, workers, 0)
+    with pytest.raises(RuntimeError, match=r"sys.exit\(0\) was called in __getitem__, line \d+ of test_loaders.py"):
+        list(loader.batches(PLAN, 0))
+    loader.close()
 
 
 def test_an_epoch_that_was_not_finished_does_not_disturb_the_next():

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines import end_family, free_ports
+from harness.engines import alive, end_family, free_ports, wait_for
 from paceline.config import Config
 from paceline.dist import launch as module
 from paceline.dist import restarts
-from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, _rendezvous, launch, start_as_worker
+from paceline.dist.agent import Meeting
+from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, _meeting, launch, start_as_worker
 from paceline.dist.reports import Report
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 
 
 @pytest.fixture
@@ -108,7 +110,7 @@ import os, signal, sys, time
 from pathlib import Path
 from paceline.dist.launch import start_as_worker
 start_as_worker()
-from paceline.dist.reports import read_stop, report_failure, report_record
+from paceline.dist.reports import read_stop, report_done, report_failure, report_record
 rank, here, reports = int(os.environ["RANK"]), Path({here!r}), Path(os.environ["PACELINE_REPORTS"])
 attempt = int(reports.name)
 launcher = os.getppid()
@@ -128,6 +130,7 @@ def ask(number):
     os.kill(launcher, number)
 
 {body}
+report_done()
 """
 
 
@@ -169,7 +172,7 @@ def log(folder, rank):
 def test_workers_that_end_well(worker, tmp_path):
     worker("begin()")
     assert launch(["train", "t.py"], Config(workers=2)) == Outcome(0, None, tmp_path / "record")
-    assert [line[1:] for line in log(tmp_path, 0) + log(tmp_path, 1)] == 2 * [["-m", "paceline", "train", "t.py"]]
+    assert [line[1:] for line in log(tmp_path, 0) + log(tmp_path, 1)] == 2 * [["-P", "-m", "paceline", "train", "t.py"]]
 
 
 def test_a_killed_worker_is_started_again(worker, tmp_path, capsys):
@@ -184,7 +187,7 @@ def test_a_killed_worker_is_started_again(worker, tmp_path, capsys):
 
 def test_one_worker_is_started_again(worker, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    worker("sys.exit(7 * (attempt == 1))")
+    worker("attempt == 1 and sys.exit(7)")
     assert launch(["train"], Config(max_restarts=1)).exit_code == 0
     assert len(log(tmp_path, 0)) == 2
 
@@ -216,7 +219,8 @@ def test_a_peer_that_ignores_sigterm_does_not_hold_up_the_end(worker, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "why"), [(signal.SIGTERM, STOPPED, "SIGTERM"), (signal.SIGINT, INTERRUPTED, "Ctrl-C")]
+    ("number", "code", "why"),
+    [(signal.SIGTERM, STOPPED, "SIGTERM"), (signal.SIGHUP, STOPPED, "SIGHUP"), (signal.SIGINT, INTERRUPTED, "Ctrl-C")],
 )
 def test_workers_that_are_asked_to_stop_end_by_themselves(number, code, why, worker, tmp_path):
     worker(
@@ -224,7 +228,9 @@ def test_workers_that_are_asked_to_stop_end_by_themselves(number, code, why, wor
         "    (here / 'checkpoint').write_text(read_stop(reports))\n    sys.exit(1)\ntime.sleep(100)"
     )
     with soon():
-        assert launch(["train"], Config(workers=2, max_restarts=3, grace_s=100)) == Outcome(code, None, tmp_path / "record")
+        assert launch(["train"], Config(workers=2, max_restarts=3, grace_s=100)) == Outcome(
+            code, None, tmp_path / "record", why
+        )
     assert (tmp_path / "checkpoint").read_text() == why
     assert len(log(tmp_path, 0)) == 1
 
@@ -261,7 +267,7 @@ def test_a_worker_that_did_not_come_may_still_load(begin, what, worker, tmp_path
 def test_a_stop_waits_no_longer_than_its_grace(worker, tmp_path):
     worker("begin()\nrank or ask(signal.SIGTERM)\ntime.sleep(100)")
     with soon():
-        assert launch(["train"], Config(workers=2, grace_s=0.5)) == Outcome(STOPPED, None, tmp_path / "record")
+        assert launch(["train"], Config(workers=2, grace_s=0.5)) == Outcome(STOPPED, None, tmp_path / "record", "SIGTERM")
 
 
 def test_a_second_signal_ends_them_at_once(worker, tmp_path):
@@ -270,13 +276,83 @@ def test_a_second_signal_ends_them_at_once(worker, tmp_path):
         "    ask(signal.SIGINT)\ntime.sleep(100)"
     )
     with soon():
-        assert launch(["train"], Config(workers=2, grace_s=100)) == Outcome(INTERRUPTED, None, tmp_path / "record")
+        assert launch(["train"], Config(workers=2, grace_s=100)) == Outcome(INTERRUPTED, None, tmp_path / "record", "Ctrl-C")
 
 
 def test_before_the_first_step_there_is_nothing_to_wait_for(worker):
     worker("rank or ask(signal.SIGTERM)\ntime.sleep(100)")
     with soon():
-        assert launch(["train"], Config(workers=2, grace_s=100)) == Outcome(STOPPED)
+        assert launch(["train"], Config(workers=2, grace_s=100)) == Outcome(STOPPED, why="SIGTERM")
+
+
+def test_a_worker_that_ends_before_the_run_is_done_is_named(worker):
+    """With exit code 0, by sys.exit or os._exit in user code: the others lose contact, and torch elastic sees no failure."""
+    worker("begin()\nif rank == 1:\n    os._exit(0)\nreport_failure(0, RuntimeError('Connection closed by peer'))\nsys.exit(1)")
+    report = launch(["train"], Config(workers=2)).report
+    assert report.rank == 1
+    assert report.text == ("worker 1 ended with exit code 0 before the run was done: does the task call sys.exit or os._exit?")
+
+
+def test_workers_that_all_end_before_the_run_is_done_have_failed(worker):
+    worker("begin()\nos._exit(0)")
+    outcome = launch(["train"], Config(workers=2))
+    assert outcome.exit_code == 1
+    assert "ended with exit code 0 before the run was done" in outcome.report.text
+
+
+def test_the_worker_that_somebody_terminated_is_named(worker):
+    """Not worker 0, which torch elastic terminates because of it."""
+    worker("begin()\nif rank == 1:\n    wait_for(here / '0.log')\n    os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(100)")
+    with soon():
+        assert launch(["train"], Config(workers=2)).report.text == "worker 1 was killed by SIGTERM"
+
+
+LEAVES_A_CHILD = """
+if attempt == 1 and rank == 1:
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (here / "child").write_text(str(os.getpid()))
+        time.sleep(100)
+    wait_for(here / "child")
+    os._exit(7)
+if attempt == 2 and rank == 0:
+    (here / "left").write_text(str(os.path.exists("/proc/" + (here / "child").read_text())))
+attempt == 1 and time.sleep(100)
+"""
+
+
+def test_what_a_worker_has_started_ends_before_the_next_attempt(worker, tmp_path):
+    worker(LEAVES_A_CHILD)
+    with soon():
+        assert launch(["train"], Config(workers=2, max_restarts=1)).exit_code == 0
+    wait_for(lambda: not alive(int((tmp_path / "child").read_text())), 10, lambda: "the child still runs")
+    # It was killed before: at most, nobody has collected it yet.
+    assert (tmp_path / "left").exists()
+
+
+def test_nothing_is_left_in_the_temporary_folder(worker, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    worker("attempt == 1 and sys.exit(7)")
+    launch(["train"], Config(workers=2, max_restarts=1))
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_the_launcher_unpickles_nothing(worker, tmp_path, monkeypatch):
+    """torch elastic's c10d rendezvous unpickles a value of a store that anyone who can connect may have written."""
+    unpickled = []
+    monkeypatch.setattr("pickle.loads", lambda data, **_: unpickled.append(data))
+    worker("begin()")
+    assert launch(["train"], Config(workers=2)).exit_code == 0
+    assert not unpickled
+
+
+def test_a_taken_port_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(PacelineError, match=f"node 0 cannot listen at {where}: Address already in use; use another --rend"):
+            launch(["train"], Config(workers=1, nodes=2, rendezvous=where))
 
 
 def test_off_the_main_thread_workers_run_too(worker, tmp_path):
@@ -319,26 +395,23 @@ def test_two_nodes_meet_again_at_the_same_port(worker, tmp_path):
     assert [len(log(tmp_path, rank)) for rank in range(2)] == [2, 2]
 
 
-def test_one_node_meets_on_a_free_port():
-    assert _rendezvous(Config(workers=4)) == {
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": "localhost:0",
-        "local_addr": "127.0.0.1",
-    }
+def test_one_node_meets_on_a_free_port_of_its_loopback():
+    meeting = _meeting(Config(workers=4))
+    assert (meeting.host, meeting.port, meeting.node, meeting.nodes) == ("127.0.0.1", 0, 0, 1)
 
 
 def test_nodes_meet_where_the_user_says(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "other")
     monkeypatch.setenv("MASTER_PORT", "1")
-    found = _rendezvous(Config(nodes=2, node_id=1, rendezvous="node0:29500", timeout_s=5))
-    assert found["rdzv_endpoint"] == "node0:29500"
-    assert found["rdzv_configs"] == {"rank": 1, "timeout": 5}
+    meeting = _meeting(Config(nodes=2, node_id=1, rendezvous="node0:29500", timeout_s=5))
+    assert meeting == Meeting(host="node0", port=29500, node=1, nodes=2, timeout_s=5)
 
 
 def test_nodes_meet_at_the_master(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "node0")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert _rendezvous(Config(nodes=2))["rdzv_endpoint"] == "node0:29500"
+    meeting = _meeting(Config(nodes=2))
+    assert (meeting.host, meeting.port) == ("node0", 29500)
 
 
 @pytest.mark.parametrize("rendezvous", ["", "node0", "node0:", ":29500", "node0:http"])
@@ -346,7 +419,7 @@ def test_nodes_that_do_not_know_where_to_meet(rendezvous, monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(UsageError, match="--nodes 2 needs to know where node 0 is: give --rendezvous HOST:PORT"):
-        _rendezvous(Config(nodes=2, rendezvous=rendezvous))
+        _meeting(Config(nodes=2, rendezvous=rendezvous))
 
 
 def test_a_worker_without_its_launcher_ends_at_once(reports, monkeypatch):
@@ -354,7 +427,7 @@ def test_a_worker_without_its_launcher_ends_at_once(reports, monkeypatch):
     ended: list[int] = []
     handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setenv("PACELINE_AGENT", str(os.getpid()))
-    monkeypatch.setattr("paceline.dist.launch.ctypes.CDLL", lambda _: type("C", (), {"prctl": lambda *_: 0}))
+    monkeypatch.setattr("paceline.dist.process.ctypes.CDLL", lambda _: type("C", (), {"prctl": lambda *_: 0}))
     monkeypatch.setattr(os, "_exit", ended.append)
     try:
         start_as_worker()
@@ -367,7 +440,7 @@ def test_a_worker_asked_to_stop_before_it_began_ends_at_once(reports, monkeypatc
     ended: list[int] = []
     handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setenv("PACELINE_AGENT", str(os.getppid()))
-    monkeypatch.setattr("paceline.dist.launch.ctypes.CDLL", lambda _: type("C", (), {"prctl": lambda *_: 0}))
+    monkeypatch.setattr("paceline.dist.process.ctypes.CDLL", lambda _: type("C", (), {"prctl": lambda *_: 0}))
     monkeypatch.setattr(os, "_exit", ended.append)
     try:
         start_as_worker()

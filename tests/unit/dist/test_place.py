@@ -162,6 +162,9 @@ def test_meeting_point_is_what_the_user_says():
 def test_meeting_point_on_one_node_is_this_machine():
     assert meeting_point(Place(launcher="srun"), {}) == ("127.0.0.1", None)
     assert meeting_point(Place(launcher="srun"), {"MASTER_PORT": "12"}) == ("127.0.0.1", 12)
+    assert meeting_point(Place(launcher="srun"), {"MASTER_ADDR": "node0"}) == ("127.0.0.1", None), (
+        "nobody else needs to reach it"
+    )
 
 
 def test_meeting_point_needs_a_number_for_a_port():

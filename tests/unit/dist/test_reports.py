@@ -5,18 +5,22 @@ import os
 import signal
 
 import pytest
+from torch._utils import ExceptionWrapper
 
 from paceline.dist.launch import start_as_worker
 from paceline.dist.reports import (
     Report,
     ask_to_stop,
     first_failure,
+    headline,
     is_lost_contact,
     read_begun,
     read_record,
     read_reports,
     read_stop,
+    read_unfinished,
     report_begun,
+    report_done,
     report_failure,
     report_record,
 )
@@ -69,6 +73,57 @@ def test_a_killed_worker_is_the_cause_of_lost_contact():
 
 def test_another_signal_is_named_without_a_guess():
     assert first_failure([], {3: -signal.SIGSEGV}).text == "worker 3 was killed by SIGSEGV"
+
+
+def test_a_missing_instruction_has_a_cause_and_a_fix():
+    text = first_failure([], {2: -signal.SIGILL, 0: -signal.SIGTERM}, {0}).text
+    assert text.startswith("worker 2 was killed by SIGILL: this CPU or virtual machine lacks an instruction that torch's")
+    assert text.endswith("use --precision fp32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16")
+
+
+def test_the_terminated_are_not_to_blame():
+    """On several nodes worker 0 may have lost one on another node; worker 1 is then ended by our own launcher."""
+    found = first_failure([report(0, 1.0, lost=True)], {0: 1, 1: -signal.SIGTERM}, {1})
+    assert found.rank == 0
+    assert first_failure([], {0: -signal.SIGTERM, 1: -signal.SIGTERM}, {0}).text == "worker 1 was killed by SIGTERM"
+    assert first_failure([report(0, 1.0, lost=True)], {0: 1, 1: -signal.SIGTERM}, ()).text == "worker 1 was killed by SIGTERM"
+
+
+def test_exit_code_0_before_the_end_comes_before_lost_contact():
+    found = first_failure([report(0, 1.0, lost=True)], {0: 1, 1: 0})
+    assert (found.rank, found.exit_code) == (1, 1)
+    assert found.text.startswith("worker 1 ended with exit code 0 before the run was done: does the task call sys.exit")
+
+
+def test_an_error_of_a_loader_process_has_a_short_headline(reports):
+    """torch's text for it is that process's traceback."""
+    try:
+        raise KeyError("no such sample")
+    except KeyError:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(KeyError) as caught:
+        wrapped.reraise()
+    assert headline(caught.value) == "KeyError: 'no such sample'"
+    report_failure(1, caught.value)
+    (found,) = read_reports(reports)
+    assert found.text.startswith("worker 1 failed first: KeyError: 'no such sample'\nTraceback")
+    assert "test_an_error_of_a_loader_process" in found.text, "the process's own traceback is still there"
+
+
+def test_a_headline_has_an_end():
+    assert headline(ValueError("one\n  two")) == "ValueError: one two"
+    assert len(headline(ValueError(1000 * "x"))) == 200
+    assert headline(ValueError(1000 * "x")).endswith("x...")
+
+
+def test_workers_that_are_not_done_are_known(reports, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert read_unfinished(reports) == set()
+    report_begun()
+    assert read_unfinished(reports) == {1}
+    report_done()
+    assert read_unfinished(reports) == set()
 
 
 def test_an_exit_without_a_report_is_said_so():
@@ -208,13 +263,13 @@ def waited(rank: int, when: float) -> Report:
 
 @pytest.mark.parametrize("code", [-signal.SIGTERM, -signal.SIGKILL])
 def test_the_worker_that_the_others_waited_for_hung(code):
-    found = first_failure([waited(0, 1.0), report(2, 1.1, lost=True)], {0: 1, 1: code, 2: 1})
+    found = first_failure([waited(0, 1.0), report(2, 1.1, lost=True)], {0: 1, 1: code, 2: 1}, {1})
     assert (found.rank, found.exit_code) == (1, 1)
     assert found.text.startswith("worker 1 hung: the others waited for it")
 
 
 def test_before_the_run_has_begun_it_may_only_be_slow():
-    found = first_failure([waited(1, 1.0)], {0: -signal.SIGTERM, 1: 1}, begun=False)
+    found = first_failure([waited(1, 1.0)], {0: -signal.SIGTERM, 1: 1}, {0}, begun=False)
     assert found.text == (
         "worker 0 was not ready for the first step: the others waited for it; if it was still loading data, raise --timeout-s"
     )

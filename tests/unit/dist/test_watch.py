@@ -127,7 +127,11 @@ def test_loading_takes_as_long_as_it_takes(start):
 
 @pytest.mark.parametrize(
     ("number", "said"),
-    [(signal.SIGTERM, "Stopped stopped by SIGTERM before the first step"), (signal.SIGINT, "KeyboardInterrupt ")],
+    [
+        (signal.SIGTERM, "Stopped stopped by SIGTERM before the first step"),
+        (signal.SIGHUP, "Stopped stopped by SIGHUP before the first step"),
+        (signal.SIGINT, "KeyboardInterrupt "),
+    ],
 )
 def test_loading_ends_with_the_first_signal(number, said, start):
     process = start(
@@ -149,7 +153,7 @@ def test_progress_and_what_comes_before_the_first_mark_are_no_hang(start):
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize(("number", "why"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+@pytest.mark.parametrize(("number", "why"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP"), (signal.SIGINT, "Ctrl-C")])
 def test_the_first_signal_is_only_noted(number, why, start):
     process = start(
         "with Watch(0, 60, 60) as watch:\n    print(repr(watch.stop), flush=True)\n"
@@ -175,7 +179,7 @@ def test_the_second_ctrl_c_interrupts(start):
 
 
 @pytest.mark.parametrize("where", ["stuck()", "while True: watch.mark(1, 'data')"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)])
 def test_after_the_grace_it_ends(number, code, where, start):
     process = start(f"with Watch(1, 60, 0.5) as watch:\n    print('ready', flush=True)\n    {where}", TWO)
     assert process.stdout.readline() == "ready\n"
@@ -337,10 +341,10 @@ def test_children_of_the_worker_keep_their_signals(start):
 
 def test_all_is_as_before(monkeypatch):
     monkeypatch.delenv("PACELINE_REPORTS", raising=False)
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers, files = [signal.getsignal(number) for number in numbers], len(os.listdir("/proc/self/fd"))
     with Watch(0, 60, 60) as watch:
-        assert [signal.getsignal(number) for number in numbers] == 2 * [watch._handle]
+        assert [signal.getsignal(number) for number in numbers] == 3 * [watch._handle]
         assert any(thread.name == "paceline-watch" for thread in threading.enumerate())
     assert [signal.getsignal(number) for number in numbers] == handlers
     assert signal.set_wakeup_fd(-1) == -1
@@ -348,15 +352,16 @@ def test_all_is_as_before(monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-def test_a_signal_that_is_ignored_stays_ignored(monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_is_ignored_stays_ignored(number, monkeypatch):
     """A shell's background job ignores Ctrl-C, nohup SIGHUP."""
     monkeypatch.delenv("PACELINE_REPORTS", raising=False)
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    handler = signal.signal(number, signal.SIG_IGN)
     try:
         with Watch(0, 60, 60):
-            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            assert signal.getsignal(number) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(number, handler)
 
 
 def test_off_the_main_thread_there_are_no_handlers(monkeypatch):

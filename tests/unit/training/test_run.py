@@ -4,17 +4,25 @@ import fcntl
 import os
 import signal
 import stat
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
 
 import paceline
+from harness.processes import children
 from harness.training import blobs
 from paceline.config import make_config
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
+from paceline.records import read_result
 from paceline.report.page import report_verb
 from paceline.training.run import WorkerFailed, train
+from paceline.training.task import Task
 
 TASK = """
 from paceline import Arrays, Task
@@ -171,3 +179,55 @@ def test_a_tasks_own_optimizer_works_on_several_workers(runs: Path, capfd: pytes
     with pytest.raises(WorkerFailed, match="unknown optimizer 'mien': did you mean 'mine'") as caught:
         train("task.py", workers=2, epochs=1, optimizer="mien")
     assert caught.value.exit_code == 2
+
+
+class Numbers(Dataset):
+    """Read through loader processes."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(1), torch.ones(1)
+
+
+def streamed(objective: Any = None) -> Task:
+    def distance(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": (model(batch[0]) - batch[1]).square().squeeze(1)}
+
+    defaults = {"loader_workers": 2, "global_batch": 6, "base_lr": 0.01, "epochs": 1}
+    return Task(
+        name="streamed",
+        model=lambda: nn.Linear(1, 1),
+        train=Numbers,
+        validation=Numbers,
+        objective=objective or distance,
+        defaults=defaults,
+    )
+
+
+def test_several_trainings_in_one_program_leave_no_process(runs: Path) -> None:
+    for number in range(4):
+        result = train(streamed(), name=f"run-{number}")
+        assert not children(os.getpid())
+        assert result.status == "done"
+
+
+def test_a_training_that_fails_leaves_no_process(runs: Path) -> None:
+    def mistake(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        raise LookupError("a mistake")
+
+    with pytest.raises(LookupError):
+        train(streamed(mistake))
+    assert not children(os.getpid())
+
+
+def test_sys_exit_in_an_objective_is_a_failure_that_the_record_explains(runs: Path) -> None:
+    def leave(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        sys.exit(0)
+
+    with pytest.raises(PacelineError, match=r"sys.exit\(0\) was called in leave, line \d+ of test_run.py: the run is not done"):
+        train(streamed(leave), name="left")
+    result = read_result(runs / "left")
+    assert result["status"] == "failed"
+    assert "sys.exit(0) was called in leave" in result["why"]

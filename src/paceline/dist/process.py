@@ -1,0 +1,59 @@
+"""How the processes of a run start and end: together with their parent, leaving nothing behind. Nothing here imports torch."""
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the system kill this process (SIGKILL) when the thread that started it ends. Exits now if `parent` is already gone.
+
+    Linux only: other systems have no such setting.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process without shutting down the interpreter: threads of torch's backends can abort or block that.
+
+    multiprocessing removes its temporary folder at the interpreter's exit, so this does it instead.
+    """
+    loaded: Any = sys.modules.get("multiprocessing.process")
+    folder = loaded.current_process()._config.get("tempdir") if loaded else None
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(code)
+
+
+def python_command() -> list[str]:
+    """Start Python without the current folder on its path: a queue.py in it would replace the standard library's.
+
+    The exception is a source tree whose `paceline` folder is imported from the current folder itself.
+    """
+    root = Path(__file__).resolve().parent.parent.parent
+    try:
+        return [sys.executable] if root == Path.cwd() else [sys.executable, "-P"]
+    except OSError:  # the current folder was removed
+        return [sys.executable, "-P"]
+
+
+def let_go_of_terminal() -> None:
+    """After a hangup, discard what would go to the closed terminal: an error from writing there could cost a checkpoint."""
+    for fd in (1, 2):
+        poll = select.poll()
+        poll.register(fd, 0)  # no event asked for: POLLHUP, POLLERR and POLLNVAL are reported anyway
+        if poll.poll(0):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, fd)
+            os.close(nowhere)
