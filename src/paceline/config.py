@@ -310,7 +310,8 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
         if value not in choices:
             raise unknown(f"value for {flag(key)}", short(value), choices)
         return value
-    wrong = UsageError(f"{flag(key)} is {short(repr(value))}: it must be {_KIND_WORDS[kind]}")
+    shown = short(repr(value) if isinstance(value, str) else value)
+    wrong = UsageError(f"{flag(key)} is {shown}: it must be {_KIND_WORDS[kind]}")
     if kind is bool or isinstance(value, bool):
         if kind is not bool or not isinstance(value, bool):
             raise wrong

@@ -13,6 +13,7 @@ from paceline.errors import UsageError, unknown
 from paceline.values import short
 
 _MOST_BYTES = 1_000_000
+_MOST_DOTS = 50  # of a key; the parser's memory grows with their square
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
@@ -22,6 +23,8 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise UsageError(f"{what} is larger than {_MOST_BYTES:,} bytes: it is not a file of options")
+        if any(map(_is_deep, content.splitlines())):
+            raise RecursionError
         return tomllib.loads(content.decode())
     except OSError as error:
         raise UsageError(f"cannot read {what}: {error.strerror}") from None
@@ -29,6 +32,11 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         raise UsageError(f"{what} is not valid TOML: {short(str(error), 200)}") from None
     except RecursionError:
         raise UsageError(f"{what} is not valid TOML: its values are nested too deeply") from None
+
+
+def _is_deep(line: bytes) -> bool:
+    key = line.partition(b"=")[0].strip()
+    return key.count(b".") > _MOST_DOTS and b"," not in key and not key.startswith(b"#")
 
 
 def read_recipe(name: str) -> dict[str, Any]:

@@ -36,7 +36,10 @@ def flag(name: str) -> str:
 
 def short(value: Any, most: int = 60) -> str:
     """A value as text that fits in a message."""
-    text = str(value)
+    try:
+        text = str(value)
+    except (RecursionError, ValueError):  # nested too deeply; a number of thousands of digits
+        text = f"a very large {type(value).__name__}"
     return text if len(text) <= most else f"{text[:most]}..."
 
 

@@ -280,12 +280,22 @@ def test_resume_with_an_empty_value_is_refused():
     assert to_flags({"resume": "", "epochs": 3}) == ["--epochs=3"], "as a recipe from a record has it"
 
 
+def test_many_dots_are_not_always_nesting(tmp_path):
+    floats = ", ".join(["0.5"] * 100)
+    text = f'# {"." * 100}\nstep_at = "{floats}"\n'
+    assert read_recipe(recipe(tmp_path, text))["step_at"] == floats
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (b"x = " + b"[" * 100_000, "nested too deeply"),
         (b"#" * 1_000_001, "larger than 1,000,000 bytes"),
         (b"epochs = " + b"9" * 5000, "not valid TOML"),
+        (b"epochs = 0x" + b"f" * 5000, "--epochs is a very large int: it must be at most"),
+        (b"base_lr = 0x" + b"f" * 5000, "--base-lr is a very large int: it must be a number"),
+        (b"epochs" + b".a" * 3000 + b" = 1", "nested too deeply"),
+        (b"[schedule" + b".a" * 3000 + b"]\nx = 1", "nested too deeply"),
         (b"epochs = {a = {b = 1}}", "--epochs is {'a': {'b': 1}}: it must be a whole number"),
         (b"[epochs]\n" + b"".join(b"k%d = 1\n" % i for i in range(10_000)), "it must be a whole number"),
         (b"[schedule]\n" + b"".join(b"k%d = 1\n" % i for i in range(10_000)), "unknown value for --schedule"),

@@ -263,10 +263,10 @@ def check_tensorboard() -> None:
 
 
 class TensorBoard:
-    """One tracker run in the record's folder."""
+    """One tracker run in the record's folder. A disk that is full costs the tracker, not the run."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder, self._writer = folder, cast(Any, None)
+    def __init__(self, folder: str, lost: Callable[[str], None] = lambda text: None) -> None:
+        self._folder, self._lost, self._writer = folder, lost, cast(Any, None)
 
     def start(self, contract: Contract) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -280,20 +280,30 @@ class TensorBoard:
         pass
 
     def step(self, row: Row) -> None:
-        for name in ("loss", "lr"):
-            self._writer.add_scalar(f"train/{name}", row[name], row["step"])
+        self._add({f"train/{name}": row[name] for name in ("loss", "lr")}, row["step"])
 
     def epoch(self, row: Row) -> None:
-        for name, value in row.items():
-            if name.startswith("val_") or name == "samples_per_s":
-                self._writer.add_scalar(name.replace("val_", "validation/"), value, row["step"])
+        shown = {name: value for name, value in row.items() if name.startswith("val_") or name == "samples_per_s"}
+        self._add({name.replace("val_", "validation/"): value for name, value in shown.items()}, row["step"])
 
     def health(self, row: Row) -> None:
-        for name, value in row["parts_s"].items():
-            self._writer.add_scalar(f"step/{name}_s", value, row["step"])
+        self._add({f"step/{name}_s": value for name, value in row["parts_s"].items()}, row["step"])
 
     def timeline(self, timeline: Row) -> None:
         pass
 
     def end(self, result: Result, model: nn.Module | None) -> None:
-        self._writer.close()
+        self._try(lambda writer: writer.close())
+
+    def _add(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._try(lambda writer, name=name, value=value: writer.add_scalar(name, value, step))
+
+    def _try(self, write: Callable[..., Any]) -> None:
+        """Write, unless writing has failed before."""
+        try:
+            if self._writer is not None:
+                write(self._writer)
+        except OSError as error:
+            self._writer = None
+            self._lost(f"the tracker cannot be written and is left out from here on: {error.strerror or error}")

@@ -248,5 +248,5 @@ def _observers(config: Config, task: Task, given: str, record: Record, here: Wor
     recorder = Recorder(record, config, given)
     observers: list[Observer] = [recorder, Printer(task.unit, terminal, recorder.say)]
     if config.tracker == "tensorboard":
-        observers.append(TensorBoard(str(record.path)))
+        observers.append(TensorBoard(str(record.path), recorder.say))
     return observers

@@ -333,3 +333,20 @@ def test_tensorboard_is_one_run(tmp_path):
         "validation/accuracy": [(10, pytest.approx(0.87654))],
         "samples_per_s": [(10, pytest.approx(1234.56))],
     }
+
+
+def test_a_tracker_without_room_costs_no_run(tmp_path, monkeypatch):
+    notes = []
+    board = TensorBoard(str(tmp_path), notes.append)
+    board.start(CONTRACT)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    board._writer.close()
+    monkeypatch.setattr(board._writer, "add_scalar", full)
+    for _ in range(2):
+        board.step(STEP)
+        board.epoch(EPOCH)
+    board.end(RESULT, None)
+    assert notes == ["the tracker cannot be written and is left out from here on: No space left on device"]
