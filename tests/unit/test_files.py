@@ -23,7 +23,7 @@ def test_the_umask_decides_who_reads_a_file(tmp_path: Path, umask: int) -> None:
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o666 & ~umask
 
 
-@pytest.mark.parametrize("planted", [".page.part", f".page.{os.getpid()}.part"])
+@pytest.mark.parametrize("planted", [".page.part", f".page.{os.getpid()}.part"], ids=["old name", "this process's name"])
 def test_a_planted_link_is_not_followed(tmp_path: Path, planted: str) -> None:
     victim = tmp_path / "victim"
     victim.write_text("theirs")
