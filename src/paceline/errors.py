@@ -42,7 +42,7 @@ class WorkersDisagree(PacelineError):
 
 
 class Diverged(PacelineError):
-    """The loss stopped being finite: exit code 3."""
+    """The loss stopped being finite, or exploded: exit code 3."""
 
     exit_code = 3
 

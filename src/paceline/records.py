@@ -104,14 +104,14 @@ class Record:
             path.write_text(text, encoding="utf-8")
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Append a row to metrics.jsonl; for an epoch with an accuracy, also a line to the course's CSV.
-
-        On a full disk they wait in memory for the next row: perhaps only a checkpoint is in the way.
-        """
+        """Append a row to metrics.jsonl. On a full disk it waits in memory for the next: perhaps a checkpoint is in the way."""
         with _explained(self.path):
             self._metrics.append(json.dumps(_plain(row)) + "\n")
-            if row.get("kind") == "epoch":
-                self._csv.append(_csv_line(row))
+
+    def course_row(self, row: Mapping[str, Any]) -> None:
+        """Append an epoch's line to the course's CSV, if it has an accuracy. On a full disk it waits, too."""
+        with _explained(self.path):
+            self._csv.append(_csv_line(row))
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[Path]:

@@ -156,6 +156,7 @@ def test_rows_are_there_at_once(record):
     record.row({"step": 2})
     epoch = {"kind": "epoch", "step": 2, "time_s": 1.23456, "val_accuracy": 0.98765}
     record.row(epoch)
+    record.course_row(epoch)
     assert rows(record.path) == [{"step": 1, "loss": 0.5}, {"step": 2}, epoch]
     assert (record.path / "course.csv").read_text() == "time,val_accuracy\n1.235,0.9877\n"
 
@@ -255,7 +256,9 @@ def test_rows_wait_for_room_in_both_files(record, monkeypatch, log, code):
     with monkeypatch.context() as patch:
         patch.setattr(getattr(record, log), "file", Refuses(getattr(record, log).file, 0))
         record.row(first)
+        record.course_row(first)
     record.row(second)
+    record.course_row(second)
     assert rows(record.path) == [first, second]
     assert (record.path / "course.csv").read_text() == "time,val_accuracy\n" + "1.000,0.5000\n" * 2
 
@@ -375,8 +378,10 @@ def test_a_resumed_record_reads_as_if_nothing_had_happened(record: Record) -> No
     for step in (2, 4, 6):
         record.row(row(step, loss=float(step)))
     record.row(row(6, "epoch", time_s=1.0, val_accuracy=0.5))
+    record.course_row(row(6, time_s=1.0, val_accuracy=0.5))
     record.row(row(8, loss=8.0))
     record.row(row(12, "epoch", time_s=2.0, val_accuracy=0.6))
+    record.course_row(row(12, time_s=2.0, val_accuracy=0.6))
     record._metrics.file.write(b'{"kind": "step", "st')  # killed in the middle of a row
     record._metrics.close()
     record._csv.close()
@@ -404,7 +409,9 @@ def test_an_epoch_whose_validation_is_done_again_is_there_once(record: Record) -
     record.row(row(6, loss=1.0))
     for _ in range(2):
         record.resume(6, {})
-        record.row(row(6, "epoch", time_s=1.0, val_accuracy=0.5))
+        epoch = row(6, "epoch", time_s=1.0, val_accuracy=0.5)
+        record.row(epoch)
+        record.course_row(epoch)
     kinds = [r["kind"] for r in records.read_metrics(record.path)]
     assert kinds == ["step", "resume", "resume", "epoch"]
     assert (record.path / "course.csv").read_text() == "time,val_accuracy\n1.000,0.5000\n"

@@ -130,6 +130,7 @@ class Recorder:
 
     def epoch(self, row: Row) -> None:
         self._record.row({"kind": "epoch", **row})
+        self._record.course_row(row)
 
     def health(self, row: Row) -> None:
         self._record.row({"kind": "health", **row})

@@ -208,7 +208,7 @@ def test_a_worker_killed_as_it_says_where_the_record_is(reports, monkeypatch):
 
 
 def test_reports_are_json(reports):
-    report_failure(0, UsageError("one\ntwo"))
+    report_failure(0, Diverged("one\ntwo"))
     assert json.loads((reports / "0.json").read_text())["text"] == "one\ntwo"
 
 
