@@ -1,5 +1,6 @@
 """From a name to a Task and its Config: built-in names, files, modules, and what does not fit together."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,6 +169,15 @@ def test_a_task_has_a_model_or_takes_one():
     with pytest.raises(UsageError, match="task mine has neither a model nor classes"):
         tasks.configure(make_task(model=None), {})
     assert tasks.configure(make_task(model=None, classes=2), {"model": "linear"}).model == "linear"
+
+
+def test_a_tasks_folder_comes_between_the_standard_library_and_packages(folder):
+    """A statistics.py next to the task must not replace Python's, which is imported later; a package of the same name may."""
+    (folder / "my_task.py").write_text(TASK_FILE)
+    tasks.resolve("my_task.py", {})
+    (place,) = (i for i, path in enumerate(sys.path) if path == str(folder))
+    assert place > sys.path.index(str(Path(os.__file__).parent)), sys.path
+    assert place < sys.path.index(str(Path(torch.__file__).parent.parent)), sys.path
 
 
 def test_check_looks_without_touching(folder):

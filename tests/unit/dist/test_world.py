@@ -1,0 +1,41 @@
+"""Which network interface a worker's backends use."""
+
+import os
+
+import pytest
+
+from paceline.dist import world as module
+from paceline.dist.place import Place
+from paceline.dist.world import _choose_interface
+
+NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@pytest.fixture
+def unset(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    yield
+    for name in NAMES:
+        os.environ.pop(name, None)
+
+
+def test_on_one_node_backends_keep_to_the_loopback(unset):
+    _choose_interface(Place(size=2, local_size=2))
+    assert [os.environ[name] for name in NAMES] == ["lo", "=lo"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_user_says_stays(name, unset, monkeypatch):
+    monkeypatch.setenv(name, "eth7")
+    _choose_interface(Place(size=2, local_size=2))
+    assert os.environ[name] == "eth7"
+    assert all(name in os.environ for name in NAMES)
+
+
+def test_on_several_nodes_nccl_chooses_by_itself(unset, monkeypatch):
+    monkeypatch.setattr(module, "meeting_point", lambda place: ("192.0.2.7", None))
+    monkeypatch.setattr(module, "_address_towards", lambda host: "192.0.2.1")
+    monkeypatch.setattr(module, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "192.0.2.1"})
+    _choose_interface(Place(size=2, local_size=1, nodes=2))
+    assert [os.environ.get(name) for name in NAMES] == ["eth0", None]
