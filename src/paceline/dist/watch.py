@@ -93,6 +93,10 @@ class Watch:
         """Say that there is progress: what begins now. A long wait that is as it should be marks again now and then."""
         self._last = (time.monotonic(), step, phase)
 
+    def why_stop(self) -> str:
+        """Why the run stops: `stop`, or what the launcher says now if another worker has heard of it first."""
+        return self.stop or (reports.read_stop(self._folder) if self._folder is not None else "")
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """In the main thread. The thread has heard it, too; only here can it become an exception."""
         error, self._error = self._error, None

@@ -247,7 +247,7 @@ class _Fit:
         self.run.step.mark(step, "checkpoint")
         self.save_wished = False
         if self.stop_wished:
-            why = (self.watch and self.watch.stop) or "a signal to another worker"
+            why = (self.watch and self.watch.why_stop()) or "a signal to another worker"
             # Whoever ends first ends the others: all wait until rank 0 has written it.
             saved, why = self.run.world.share([self.keeper.wait(), why] if self.run.world.speaks else None)
             written = (

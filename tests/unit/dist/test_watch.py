@@ -390,6 +390,15 @@ def test_the_loop_asks_no_file(tmp_path, monkeypatch):
     assert readers == ["paceline-watch"]
 
 
+def test_why_a_run_stops_is_known_before_the_thread_has_looked(tmp_path, monkeypatch):
+    """Another worker may have looked first, and its wish to stop reaches this one with the step's metrics."""
+    monkeypatch.setenv("PACELINE_REPORTS", str(tmp_path))
+    watch = Watch(0, 60, 60)
+    assert watch.why_stop() == ""
+    ask_to_stop(tmp_path, "SIGHUP")
+    assert (watch.stop, watch.why_stop()) == ("", "SIGHUP")
+
+
 def test_a_mark_costs_next_to_nothing():
     """About 0.1 microseconds; a system call in it, or a lock and a thread to wake, would be over this."""
     watch = Watch(0, 60, 60)
