@@ -28,8 +28,10 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         return tomllib.loads(content.decode())
     except OSError as error:
         raise UsageError(f"cannot read {what}: {error.strerror}") from None
-    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{what} is not valid TOML: {short(str(error), 200)}") from None
+    except ValueError:  # Python's limit of 4300 digits
+        raise UsageError(f"{what} is not valid TOML: a number is too long") from None
     except RecursionError:
         raise UsageError(f"{what} is not valid TOML: its values are nested too deeply") from None
 

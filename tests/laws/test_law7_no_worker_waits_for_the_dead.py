@@ -229,7 +229,7 @@ def test_loader_processes_that_hang_die_with_their_worker(runs: Path, tag: str) 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_run_touches_nothing_but_its_record(workers: str, runs: Path, tag: str) -> None:
     """It leaves no temporary file and no process, and modules in the user's folder do not replace the standard library's."""
-    temporary = runs.parent / "temporary"
+    temporary = runs.parent / ("temporary" * 8)  # too long for a socket within it
     temporary.mkdir()
     for name in ("queue", "statistics", "random", "socket", "logging"):
         Path(f"{name}.py").write_text(f"open('imported-{name}', 'w').close()\nraise ImportError('not the standard library')\n")

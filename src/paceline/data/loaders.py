@@ -11,6 +11,7 @@ from one to the next, as tensors on the device; `make` is the same work on them 
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -213,7 +214,7 @@ class Streaming(Loader):
 
     def start(self) -> None:
         if self._loader.num_workers:
-            get_temp_dir()  # made here, the processes share it, and it is gone with this process even if they are killed
+            _make_temp_dir()
             self._plan.plan = ()
             iter(self._loader)  # torch keeps the processes for the epochs to come
 
@@ -330,6 +331,23 @@ class _Keyed(Dataset[Any]):
 
 
 _CLOSE_S = 2.0  # for a loader process to finish the batch it is working on
+
+
+def _make_temp_dir() -> None:
+    """Make multiprocessing's folder here: the processes share it, and it goes with this process even if they are killed.
+
+    It holds sockets, whose paths may have 107 characters. With a longer one a loader process would say nothing and never send.
+    """
+    given = tempfile.tempdir
+    if len(tempfile.gettempdir()) > _MOST_PATH:
+        tempfile.tempdir = "/tmp"
+    try:
+        get_temp_dir()
+    finally:
+        tempfile.tempdir = given
+
+
+_MOST_PATH = 70  # characters; multiprocessing adds about 32
 
 
 def _kill(processes: Iterable[Any]) -> None:

@@ -115,7 +115,8 @@ class Live:
 
     async def _appended(self) -> list["_Rows | str"]:
         """New rows of the records somebody follows, or the id alone where the record must be read anew."""
-        followed = {id for browser in self._browsers for id in browser.ids}
+        # Not those that a browser is about to get for the first time: it would get them twice.
+        followed = {id for browser in self._browsers for id in browser.ids if id in browser.followed}
         for gone in self._tails.keys() - followed:
             self._tails.pop(gone)
         found: list[_Rows | str] = []
