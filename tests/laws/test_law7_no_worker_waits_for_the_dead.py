@@ -183,8 +183,11 @@ class Data(Dataset):
 
     def __getitem__(self, i):
         if get_worker_info() is not None:
-            held = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()]
-            assert not any("metrics.jsonl" in path for path in held), "this process holds the record's lock"
+            for fd in Path("/proc/self/fd").iterdir():
+                try:
+                    assert "metrics.jsonl" not in os.readlink(fd), "this process holds the record's lock"
+                except FileNotFoundError:  # another thread has closed it
+                    continue
             if self.hangs:
                 Path("hangs").touch()
                 time.sleep(1e6)
