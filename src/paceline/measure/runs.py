@@ -85,7 +85,7 @@ def perform(call: Call, run: Planned) -> None:
     try:
         with _quiet(call.folder / f"{run.name}.log"):
             _train(call, run)
-        write(read_result(call.folder / run.name)["status"])
+        status = read_result(call.folder / run.name)["status"]
     except (KeyboardInterrupt, Stopped) as error:
         write("interrupted", str(error) or "Ctrl-C")
         raise
@@ -101,6 +101,8 @@ def perform(call: Call, run: Planned) -> None:
         write("diverged" if code == 3 else "failed", why)
         if "CUDA error" in why and "out of memory" not in why:  # no later run of this process could use the device
             raise PacelineError(f"arm {run.arm!r}, seed {run.seed}: {why}; the same command goes on with the others") from None
+    else:
+        write(status)  # not in the block above: a signal that comes now must not turn it into "interrupted"
     finally:
         _tidy()
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from harness.processes import paceline, run
 from paceline import cli
 from paceline.config import merge_options
-from paceline.errors import UsageError
+from paceline.errors import Stopped, UsageError
+from paceline.measure import runs as runs_module
 from paceline.measure import slots
 from paceline.measure.results import table
 from paceline.measure.runs import Call, claim, read_state, write_json
@@ -483,6 +484,24 @@ def test_slots_take_what_another_process_gave_up(trained, when):
         study.communicate(timeout=300)
     assert study.returncode == 0
     assert [run["status"] for run in results()["runs"]] == ["done"] * 4
+
+
+def test_a_signal_just_after_a_run_is_done_leaves_it_done(trained, monkeypatch):
+    plan = plan_runs(read_study(Path(write(TINY))))
+    call = Call(Path("runs/study-tiny"), "ours")
+    call.folder.mkdir(parents=True)
+    monkeypatch.setattr(runs_module, "_train", lambda call, run: None)
+    monkeypatch.setattr(runs_module, "read_result", lambda path: {"status": "done"})
+
+    def write_and_stop(path: Path, value: Any) -> None:
+        write_json(path, value)
+        if value["status"] == "done":
+            raise Stopped("stopped by SIGTERM", "SIGTERM")
+
+    monkeypatch.setattr(runs_module, "write_json", write_and_stop)
+    with pytest.raises(Stopped):
+        runs_module.perform(call, plan[0])
+    assert read_state(call, plan[0])["status"] == "done"
 
 
 def test_results_that_cannot_be_written_cost_no_run(trained, mistake):
