@@ -93,6 +93,26 @@ def tuned(sometimes: bool) -> Task:
     return replace(task, model=Tuned, defaults=defaults)
 
 
+class LayerDrop(nn.Module):
+    """Leaves layers out by one number for the whole pass, drawn where no layer shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if not self.training or random.random() < 0.5:
+                inputs = inputs + layer(inputs).relu()
+        return self.head(inputs)
+
+
+def dropping_layers() -> Task:
+    task = blobs()
+    return replace(task, model=LayerDrop, defaults={**task.defaults, "virtual_workers": PARTS, "global_batch": 20})
+
+
 def parts_of(index: bool) -> Task:
     """A model whose layers the objective calls one by one: by name, or by number."""
 
@@ -192,6 +212,7 @@ FAST: dict[str, tuple[Task, dict[str, Any]]] = {
         {"parts_at_once": 1, "clip_norm": 0.5, "measure_noise": True},
     ),
     "layers called by number": (parts_of(index=True), {}),
+    "random numbers that no layer shows": (dropping_layers(), {}),
     "layers called by name": (parts_of(index=False), {}),
 }
 
@@ -315,8 +336,8 @@ def refusals(world: World) -> dict[str, str]:
         except UsageError as error:
             said[name] = str(error)
     train_in(world, task_of(Comparing), {"parts_at_once": 1})
-    said["noisy"] = " ".join(train_in(world, task_of(Noisy), {}).watcher.notes)
-    said["noisy in turn"] = " ".join(train_in(world, task_of(Noisy), {"parts_at_once": 1}).watcher.notes)
+    said["noisy"] = " ".join(train_in(world, task_of(Noisy), {"parts_at_once": 2}).watcher.notes)
+    said["noisy in turn"] = " ".join(train_in(world, task_of(Noisy), {}).watcher.notes)
     return said
 
 

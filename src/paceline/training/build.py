@@ -1,5 +1,6 @@
 """Put a run together: data, model, optimizer, step. What each worker needs before the first step."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
@@ -33,7 +34,7 @@ from paceline.training.step import Step
 from paceline.training.task import Task
 
 _INIT = 0x1217  # keeps the numbers that make models apart from those of step 0
-_TRIED = 4  # samples of each of two parts that a task's prepare is tried on
+_TRIED = 4  # samples of a part that a task's prepare and model are tried on
 _SAME_MODEL = "the task must make the same model in every worker; torch, numpy and random are seeded before it is called"
 
 
@@ -95,11 +96,11 @@ def _build(task: Task, config: Config, world: World) -> Run:
     sampler, schedule = plan_run(config, world, count_samples(train))
     seed_all(key(config.seed, _INIT))
     model, compiled = strip_compiled(task.model() if task.model else _model(config, task, train))
-    model = model.to(world.device)
+    model = own_buffers(model.to(world.device))
     notes = (*compiled, *_check_norm_part(model, config.norm_part))
     grouping = choose_grouping(model, config, sampler.parts, world.size)
     if grouping.at_once > 1 and not grouping.one_pass:
-        grouping, said = _keep_apart(grouping, _why_apart(task, train, config, sampler, world), config)
+        grouping, said = _keep_apart(grouping, _why_apart(task, model, train, config, sampler, world), config)
         notes += said
     if world.device.type == "cpu":
         replace_sync_batch_norms(model)
@@ -168,6 +169,17 @@ def strip_compiled(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     return bare, ("the task's model comes from torch.compile and is taken as it was before: --fast decides what is compiled",)
 
 
+def own_buffers(model: nn.Module) -> nn.Module:
+    """Give buffers whose elements share memory, such as `expand` makes, memory of their own: nothing could be loaded into them."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and any(
+                stride == 0 < 1 < size for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+            ):
+                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
+    return model
+
+
 def _check_norm_part(model: nn.Module, norm_part: int) -> tuple[str, ...]:
     """What the user should know of `--norm-part`; a UsageError where it cannot be."""
     why = can_group(model) if norm_part else ""
@@ -178,7 +190,7 @@ def _check_norm_part(model: nn.Module, norm_part: int) -> tuple[str, ...]:
 
 
 def _keep_apart(grouping: Grouping, why: str, config: Config) -> tuple[Grouping, tuple[str, ...]]:
-    """Run parts in turn where the task's `prepare` needs that. Where the user asked for several at once, say what follows."""
+    """Run parts in turn where the task needs that. Where the user asked for several at once, say what follows."""
     if not why:
         return grouping, ()
     if config.parts_at_once:
@@ -186,29 +198,47 @@ def _keep_apart(grouping: Grouping, why: str, config: Config) -> tuple[Grouping,
     return Grouping(1, f"in turn: {why}"), ()
 
 
-def _why_apart(task: Task, train: Any, config: Config, sampler: Sampler, world: World) -> str:
-    """Why parts must not be prepared in one batch: `prepare` draws random numbers, or mixes samples (as MixUp does). "" where
-    they may. Collective: call on every rank.
+def _why_apart(task: Task, model: nn.Module, train: Any, config: Config, sampler: Sampler, world: World) -> str:
+    """Why parts must not share a pass, as far as a trial shows: the task's `prepare` mixes samples (as MixUp does), or that or the
+    model draws random numbers. "" where they may share one. Collective: call on every rank.
     """
-    if task.prepare is None or isinstance(task.prepare, Images):
-        return ""
-    samples, seeded, why = sampler.order(0)[: 2 * _TRIED], b"", ""
+    why = ""
+    with suppress(Exception):  # a mistake in the task: the first step shows it
+        if task.prepare is not None and not isinstance(task.prepare, Images):
+            why = _try_prepare(task, train, config, sampler, world)
+        if not why and task.model is not None:
+            why = _try_model(task, model, train, config, sampler, world)
+    return agreed(world, why)
+
+
+def _try_prepare(task: Task, train: Any, config: Config, sampler: Sampler, world: World) -> str:
+    samples, seeded = sampler.order(0)[: 2 * _TRIED], b""
 
     def seed(i: int) -> None:
         nonlocal seeded
         seed_all(key(config.seed, _INIT, 1), world.device)
         seeded = random_state(world.device)
 
+    loader = make_loader(train, "auto", task.prepare, world.device, 0, config.seed)
+    together, alone = loader.batches([samples, samples[::2]], 0, seed)
+    if random_state(world.device) != seeded:
+        return "the task's prepare draws random numbers"
+    same = _same(every(together, 2, len(samples)), alone)
+    return "" if same else "the task's prepare looks across the samples of a batch"
+
+
+@torch.no_grad()
+def _try_model(task: Task, model: nn.Module, train: Any, config: Config, sampler: Sampler, world: World) -> str:
+    loader = make_loader(train, "auto", task.prepare, world.device, 0, config.seed)
+    (batch,) = loader.batches([sampler.order(0)[:_TRIED]], 0)
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = random_state(world.device)
     try:
-        loader = make_loader(train, "auto", task.prepare, world.device, 0, config.seed)
-        together, alone = loader.batches([samples, samples[::2]], 0, seed)
-        if random_state(world.device) != seeded:
-            why = "the task's prepare draws random numbers"
-        elif not _same(every(together, 2, len(samples)), alone):
-            why = "the task's prepare looks across the samples of a batch"
-    except Exception:  # a mistake in the task: the first step shows it
-        why = ""
-    return agreed(world, why)
+        task.objective(model, batch)
+    finally:
+        for name, buffer in model.named_buffers():
+            buffer.copy_(kept[name])
+    return "" if random_state(world.device) == before else "the model draws random numbers"
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -81,8 +81,8 @@ class FirstPasses:
             )
         if alone is not None and step.random:
             step.say(
-                f"the model draws random numbers while {len(item.parts)} parts run together: every part has its own, but which"
-                " ones depends on the number of workers; --parts-at-once 1 keys them by part"
+                f"the model draws random numbers while {len(item.parts)} parts run together, so which ones a part gets depends"
+                " on the number of workers; --parts-at-once 1 keys them by part"
             )
         elif alone is not None and not close(values["loss"].detach()[:: len(item.parts)], alone):
             raise UsageError(

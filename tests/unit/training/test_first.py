@@ -1,6 +1,7 @@
 """What the first passes of a run refuse, and what they say."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,29 @@ def test_a_prepare_that_mixes_samples_keeps_to_its_part() -> None:
                 torch.testing.assert_close(torch.tensor(worker[case].weights[name]), torch.tensor(weights), msg=case)
     (note,) = alone["asked"]
     assert "--parts-at-once 2: the task's prepare looks across the samples of a batch, so the model depends on" in note
+
+
+class Shared(nn.Module):
+    """Has a buffer whose elements are one number in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("scale", torch.full((1,), 2.0).expand(5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs * self.scale)
+
+
+def shared(world: World, folder: Path) -> Any:
+    options = {**ONE, "reduce": "exact", "virtual_workers": 2, "checkpoint_every": "1"}
+    train_in(world, task_of(Shared), {**ONE, "virtual_workers": 2})
+    train_in(world, task_of(Shared), options, folder)
+    return train_in(world, task_of(Shared), options, folder, resumes=True).weights["scale"].tolist()
+
+
+def test_a_buffer_whose_elements_share_memory_trains_and_resumes(tmp_path: Path) -> None:
+    assert run_workers(shared, 2, tmp_path) == [[2.0] * 5] * 2
 
 
 class Synced(nn.Module):
