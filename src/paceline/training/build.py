@@ -1,20 +1,18 @@
 """Put a run together: data, model, optimizer, step. What each worker needs before the first step."""
 
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
-import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset
 
 from paceline import models
 from paceline.config import Config
-from paceline.data.augment import Images
-from paceline.data.keys import key, random_state, seed_all
-from paceline.data.loaders import Arrays, Loader, Resident, make_loader, tensors_in
+from paceline.data.keys import key, seed_all
+from paceline.data.loaders import Arrays, Loader, Resident, make_loader
 from paceline.data.sampler import Sampler
 from paceline.dist.agree import agreed, check_agreement
 from paceline.dist.world import World
@@ -26,15 +24,14 @@ from paceline.optim.muon import describe_split
 from paceline.training.contract import Contract, make_contract, plan_run
 from paceline.training.dataset import count_samples, load_data
 from paceline.training.exact import same_bits
-from paceline.training.first import every
 from paceline.training.noise import Noise
 from paceline.training.parts import Grouping, Pass, choose_grouping, deal_parts, measures_noise, plan_epoch
 from paceline.training.precision import choose_precision
 from paceline.training.step import Step
 from paceline.training.task import Task
+from paceline.training.trial import Trial
 
 _INIT = 0x1217  # keeps the numbers that make models apart from those of step 0
-_TRIED = 4  # samples of a part that a task's prepare and model are tried on
 _SAME_MODEL = "the task must make the same model in every worker; torch, numpy and random are seeded before it is called"
 
 
@@ -57,8 +54,11 @@ class Run:
     """What the user should know before the first step."""
 
     def __enter__(self) -> Self:
-        for loader in (self.train, self.validation):
-            loader.start()
+        with ExitStack() as stack:
+            for loader in (self.train, self.validation):
+                stack.callback(loader.close)
+                loader.start()
+            stack.pop_all()  # from here on, __exit__ closes them
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,27 +94,15 @@ def build(task: Task, config: Config, world: World) -> Run:
 def _build(task: Task, config: Config, world: World) -> Run:
     train, validation, data_sha256 = load_data(task, config, world)
     sampler, schedule = plan_run(config, world, count_samples(train))
-    seed_all(key(config.seed, _INIT))
-    model, compiled = strip_compiled(task.model() if task.model else _model(config, task, train))
-    model = own_buffers(model.to(world.device))
-    notes = (*compiled, *_check_norm_part(model, config.norm_part))
-    grouping = choose_grouping(model, config, sampler.parts, world.size)
-    if grouping.at_once > 1 and not grouping.one_pass:
-        grouping, said = _keep_apart(grouping, _why_apart(task, model, train, config, sampler, world), config)
-        notes += said
-    if world.device.type == "cpu":
-        replace_sync_batch_norms(model)
-    exact = config.reduce == "exact"
-    if exact:  # DDP would give everyone rank 0's
-        check_agreement(dict(model.state_dict()), world, "about the untrained model", _SAME_MODEL)
-    if grouping.at_once > 1 or config.norm_part:
-        model = group_batch_norms(model, config.norm_part or None)
+    trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world)
+    model, grouping, notes = _make_model(trial)
     loaders = [
         make_loader(data, config.loader, task.prepare, world.device, config.loader_workers, config.seed, world.cores)
         for data in (train, validation)
     ]
     if suits_channels_last(model, config, sampler.global_batch // sampler.parts):
-        notes += _lay_out_channels_last(model, task, train, config, world)
+        notes += _lay_out_channels_last(model, trial)
+    exact = config.reduce == "exact"
     dealt = [deal_parts(sampler.parts, world.size, rank, grouping.at_once, whole_groups=exact) for rank in range(world.size)]
     step = Step(
         model=model,
@@ -158,93 +146,67 @@ def _build(task: Task, config: Config, world: World) -> Run:
     )
 
 
+def _make_model(trial: Trial) -> tuple[nn.Module, Grouping, tuple[str, ...]]:
+    """The model, how it runs its parts, and what the user should know. Collective: call on every rank."""
+    task, config, world, parts = trial.task, trial.config, trial.world, trial.sampler.parts
+    seed_all(key(config.seed, _INIT))
+    model, notes = strip_compiled(task.model() if task.model else _model(config, task, trial.data))
+    model = own_buffers(model.to(world.device))
+    notes += _check_norm_part(model, config.norm_part)
+    grouping = choose_grouping(model, config, parts, world.size)
+    why, note = trial.try_prepare() if parts > 1 else ("", "")
+    notes += (note,) if note else ()
+    if grouping.at_once > 1 and not grouping.one_pass:
+        why = agreed(world, why or trial.try_model(model))
+        if why and config.parts_at_once:
+            notes += (f"--parts-at-once {config.parts_at_once}: {why}, so the model depends on the number of workers",)
+        elif why:
+            grouping = Grouping(1, f"in turn: {why}")
+    if world.device.type == "cpu":
+        replace_sync_batch_norms(model)
+    if config.reduce == "exact":  # DDP would give everyone rank 0's
+        check_agreement(dict(model.state_dict()), world, "about the untrained model", _SAME_MODEL)
+    if grouping.at_once > 1 or config.norm_part:
+        model = group_batch_norms(model, config.norm_part or None)
+    return model, grouping, notes
+
+
 def strip_compiled(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     """The model without torch.compile's wrappers, which put `_orig_mod.` into names of weights; and a note if it had any."""
-    bare = getattr(model, "_orig_mod", model)
+    bare = model
+    while hasattr(bare, "_orig_mod"):
+        bare = cast(nn.Module, bare._orig_mod)
     inner = [(parent, *item) for parent in bare.modules() for item in parent._modules.items() if hasattr(item[1], "_orig_mod")]
     for parent, name, child in inner:
         parent._modules[name] = cast(Any, child)._orig_mod
     if bare is model and not inner:
         return model, ()
-    return bare, ("the task's model comes from torch.compile and is taken as it was before: --fast decides what is compiled",)
+    return bare, ("torch.compile's wrapper was removed from the task's model: --fast decides what to compile",)
 
 
 def own_buffers(model: nn.Module) -> nn.Module:
-    """Give buffers whose elements share memory, such as `expand` makes, memory of their own: nothing could be loaded into them."""
+    """Give memory of their own to buffers that share it, with themselves (as `expand` makes) or with another tensor.
+
+    Nothing could be loaded into the first kind, and safetensors saves neither.
+    """
+    owners: dict[int, Tensor] = {parameter.untyped_storage().data_ptr(): parameter for parameter in model.parameters()}
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and any(
-                stride == 0 < 1 < size for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
-            ):
+            if buffer is None or not buffer.numel():
+                continue
+            folded = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+            if folded or owners.setdefault(buffer.untyped_storage().data_ptr(), buffer) is not buffer:
                 module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
     return model
 
 
 def _check_norm_part(model: nn.Module, norm_part: int) -> tuple[str, ...]:
-    """What the user should know of `--norm-part`; a UsageError where it cannot be."""
+    """What the user should know of `--norm-part`. Raises UsageError if the model's batch cannot be cut."""
     why = can_group(model) if norm_part else ""
     if why:
         raise UsageError(f"--norm-part {norm_part} cannot cut its batch: {why}; leave --norm-part out")
     plain = any(isinstance(module, _BatchNorm) and not isinstance(module, PartNorm) for module in model.modules())
     return () if plain or not norm_part else (f"--norm-part {norm_part} changes nothing: the model has no plain batch norm",)
-
-
-def _keep_apart(grouping: Grouping, why: str, config: Config) -> tuple[Grouping, tuple[str, ...]]:
-    """Run parts in turn where the task needs that. Where the user asked for several at once, say what follows."""
-    if not why:
-        return grouping, ()
-    if config.parts_at_once:
-        return grouping, (f"--parts-at-once {config.parts_at_once}: {why}, so the model depends on the number of workers",)
-    return Grouping(1, f"in turn: {why}"), ()
-
-
-def _why_apart(task: Task, model: nn.Module, train: Any, config: Config, sampler: Sampler, world: World) -> str:
-    """Why parts must not share a pass, as far as a trial shows: the task's `prepare` mixes samples (as MixUp does), or that or the
-    model draws random numbers. "" where they may share one. Collective: call on every rank.
-    """
-    why = ""
-    with suppress(Exception):  # a mistake in the task: the first step shows it
-        if task.prepare is not None and not isinstance(task.prepare, Images):
-            why = _try_prepare(task, train, config, sampler, world)
-        if not why and task.model is not None:
-            why = _try_model(task, model, train, config, sampler, world)
-    return agreed(world, why)
-
-
-def _try_prepare(task: Task, train: Any, config: Config, sampler: Sampler, world: World) -> str:
-    samples, seeded = sampler.order(0)[: 2 * _TRIED], b""
-
-    def seed(i: int) -> None:
-        nonlocal seeded
-        seed_all(key(config.seed, _INIT, 1), world.device)
-        seeded = random_state(world.device)
-
-    loader = make_loader(train, "auto", task.prepare, world.device, 0, config.seed)
-    together, alone = loader.batches([samples, samples[::2]], 0, seed)
-    if random_state(world.device) != seeded:
-        return "the task's prepare draws random numbers"
-    same = _same(every(together, 2, len(samples)), alone)
-    return "" if same else "the task's prepare looks across the samples of a batch"
-
-
-@torch.no_grad()
-def _try_model(task: Task, model: nn.Module, train: Any, config: Config, sampler: Sampler, world: World) -> str:
-    loader = make_loader(train, "auto", task.prepare, world.device, 0, config.seed)
-    (batch,) = loader.batches([sampler.order(0)[:_TRIED]], 0)
-    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    before = random_state(world.device)
-    try:
-        task.objective(model, batch)
-    finally:
-        for name, buffer in model.named_buffers():
-            buffer.copy_(kept[name])
-    return "" if random_state(world.device) == before else "the model draws random numbers"
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two batches hold equal tensors."""
-    pairs = zip(tensors_in(one), tensors_in(other), strict=True)
-    return all(a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=1e-4, equal_nan=True) for a, b in pairs)
 
 
 def _make_noise(model: nn.Module, sampler: Sampler, dealt: list[list[range]], world: World) -> Noise:
@@ -267,31 +229,14 @@ def suits_channels_last(model: nn.Module, config: Config, part_batch: int) -> bo
     return any(isinstance(module, nn.Conv2d) for module in model.modules()) and (compiles or not grouped)
 
 
-def _lay_out_channels_last(model: nn.Module, task: Task, train: Any, config: Config, world: World) -> tuple[str, ...]:
-    """In place, and back where a user's own net does not take it; says so. Every worker reaches this."""
+def _lay_out_channels_last(model: nn.Module, trial: Trial) -> tuple[str, ...]:
+    """Change the layout in place, and back where a user's own net does not take it; says so. Collective: call on every rank."""
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    why = agreed(world, "" if task.model is None else _why_not_channels_last(model, task, train, config, world))
+    why = agreed(trial.world, "" if trial.task.model is None else trial.why_not_channels_last(model))
     if not why:
         return ()
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     return (f"convolutions keep torch's usual layout, not channels-last: {why}",)
-
-
-@torch.no_grad()
-def _why_not_channels_last(model: nn.Module, task: Task, train: Any, config: Config, world: World) -> str:
-    """Why a user's own net does not run on two samples in this layout: `x.view(...)` after a convolution, most likely."""
-    loader = make_loader(train, "auto", task.prepare, world.device, 0, config.seed)
-    model.eval()
-    try:
-        for batch in loader.batches([np.arange(2)], None):
-            task.objective(model, batch)
-    except RuntimeError as error:  # other mistakes show in the first step, as they always did
-        return " ".join(str(error).split())[:150]
-    except Exception:
-        return ""
-    finally:
-        model.train()
-    return ""
 
 
 def _model(config: Config, task: Task, train: Arrays | Dataset[Any]) -> nn.Module:

@@ -95,8 +95,13 @@ class Carrier(nn.Module):
             arrived = set(map(id, self._arrived))
             missing = [parameter for parameter in self.trained if id(parameter) not in arrived]
             used = tuple(parameter.grad is not None for parameter in self.trained)
+        frozen = [parameter for parameter in missing if not parameter.requires_grad]  # since the run began
+        for parameter in frozen:
+            parameter.requires_grad_(True)  # or it could not be handed to DDP
         zeros = [torch.zeros_like(parameter) for parameter in missing]
         torch.autograd.backward([self.cargo, *missing], [torch.cat((self.unload(), self.flags(used))), *zeros])
+        for parameter in frozen:
+            parameter.requires_grad_(False)
         assert self.cargo.grad is not None
         freight, flags = torch.split(self.cargo.grad, [FREIGHT, len(used)])
         self.deliver(freight.clone())  # DDP writes to its bucket again in the next step
@@ -105,7 +110,7 @@ class Carrier(nn.Module):
         self.cargo.grad = None
 
     def clear_unused(self, used: Sequence[bool]) -> None:
-        """Take the gradients of parameters that nobody used away."""
+        """Drop the gradients of parameters that no worker used."""
         for parameter, is_used in zip(self.trained, used, strict=True):
             if not is_used:
                 parameter.grad = None

@@ -7,8 +7,12 @@ by an unseeded generator looks the same in every second pair of readings.
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -20,6 +24,7 @@ from paceline.config import Config
 from paceline.data.keys import key, seed_sample
 from paceline.data.loaders import Arrays
 from paceline.dist.agree import check_agreement, fingerprints
+from paceline.dist.process import die_with_parent
 from paceline.dist.world import World
 from paceline.errors import UsageError, WorkersDisagree
 from paceline.training.task import Task
@@ -52,7 +57,7 @@ def load_data(task: Task, config: Config, world: World) -> tuple[Arrays | Datase
         check_agreement(facts, world, f"about the {which} data", _SAME_DATA)
         digest.update(fingerprints(facts.values()).numpy().tobytes())
         if not isinstance(data, Arrays):
-            digest.update(repr(_agree_on_items(data, which, config.seed, world)).encode())
+            digest.update(repr(_agree_on_items(data, which, config, world)).encode())
     if config.train_samples:
         if not isinstance(train, Arrays):
             raise UsageError("--train-samples needs data held in Arrays; cut your Dataset with torch.utils.data.Subset instead")
@@ -100,10 +105,12 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return flat[:whole].view(torch.int64).view(-1, _BLOCK), flat[whole:]
 
 
-def _agree_on_items(data: Dataset[Any], which: str, seed: int, world: World) -> list[_Hashes]:
+def _agree_on_items(data: Dataset[Any], which: str, config: Config, world: World) -> list[_Hashes]:
     """Hashes of some items, without the fields that are not reproducible. Collective: call on every rank."""
-    samples = _choose_items(count_samples(data), seed)
-    rows = world.gather(_hash_items(data, samples, seed))
+    samples = _choose_items(count_samples(data), config.seed)
+    read = partial(_hash_items, data, samples, config.seed)
+    hashes = in_child(read) if config.loader_workers else None
+    rows = world.gather(read() if hashes is None else hashes)  # read here, a mistake in the Dataset shows as it is
     found = world.share(_compare(rows) if rows else None)
     if found["differs"] is not None:
         item, rank = found["differs"]
@@ -112,6 +119,28 @@ def _agree_on_items(data: Dataset[Any], which: str, seed: int, world: World) -> 
             f" one on worker 0; {_CAUSES}"
         )
     return list(found["hashes"])
+
+
+def in_child(function: Callable[[], Any]) -> Any:
+    """What the function returns, made of what JSON can say, from a fork of this process; None if it failed there.
+
+    A Dataset that opens its file when it is first read must not do so in this process: its loader processes, which are forks
+    too, would share the position in that file.
+    """
+    reader, writer = os.pipe()
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            die_with_parent(parent)
+            os.close(reader)
+            with os.fdopen(writer, "w") as file:
+                file.write(json.dumps(function()))
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        text = file.read()
+    os.waitpid(child, 0)
+    return json.loads(text) if text else None
 
 
 def _choose_items(count: int, seed: int) -> list[int]:

@@ -156,6 +156,8 @@ class _Trials:
         case.seed()
         out, why = watch(self._body(case), case.inputs, self.step.model, self.step.objective)
         outcome = self._outcome(out)
+        if why.startswith("carrier.py"):
+            why = "some parameters get no gradient, and workers ask each other which; freeze them with requires_grad_(False)"
         if not why and not outcome.is_like(before, 1e-3):
             why = f"the same batch gives another loss each time, {before.loss:.5g} and {outcome.loss:.5g}"
         return outcome, why

@@ -1,7 +1,7 @@
 """What the first passes of a run look for: a task that cannot be trained as it is, and a model that would depend on the number
 of workers without saying so.
 
-Each check sees as much as one pass shows. What it finds ends the run with one line, or is said in one.
+Each check sees only what one pass shows. A problem ends the run with one line, or prints a note.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.data.keys import random_state
 from paceline.data.loaders import Batch, map_tensors
+from paceline.dist.agree import check_agreement
 from paceline.errors import UsageError
 from paceline.records import ROW_FIELDS
 from paceline.training.carrier import MOST_METRICS
@@ -20,6 +21,10 @@ from paceline.training.parts import Pass
 if TYPE_CHECKING:
     from paceline.training.step import Step
 
+_OWN_BUFFERS = (
+    "the forward pass changes it, and each worker has seen other samples; register such a buffer with persistent=False, or"
+    " train with one worker"
+)
 _PASSES = 2  # a value that changes in the second pass is not a cache that the first one filled
 
 
@@ -29,7 +34,7 @@ class FirstPasses:
     def __init__(self, step: "Step") -> None:
         self._step = step
         self.left = _PASSES
-        self._unused_told = False
+        self._ended = False
 
     def __call__(self, batch: Batch, item: Pass) -> dict[str, Tensor]:
         """The objective's values."""
@@ -45,11 +50,16 @@ class FirstPasses:
             )
         return values
 
-    def tell_unused(self) -> None:
-        """Say once which parameters the first step left without a gradient. Call it when gradients have been averaged."""
-        if self._unused_told:
+    def end_step(self) -> None:
+        """After the first step's gradients are averaged: say which parameters have none, and compare buffers between workers.
+        Collective: call on every rank.
+        """
+        if self._ended:
             return
-        self._unused_told = True
+        self._ended = True
+        parted = self._step.statistics.names(self._step.model)
+        buffers = {name: b for name, b in self._step.model.state_dict().items() if name not in parted}
+        check_agreement(buffers, self._step.world, "after the first step", _OWN_BUFFERS)
         trained = {name: p for name, p in self._step.model.named_parameters() if p.requires_grad}
         unused = [name for name, parameter in trained.items() if parameter.grad is None]
         if unused:
@@ -66,6 +76,8 @@ class FirstPasses:
         buffers, random = self._look()
         values = step.call_objective(batch, item)
         step.metrics = check_values(values, len(item.samples))
+        names = {"names": torch.tensor([*"\n".join(step.metrics).encode()], device=step.world.device)}
+        check_agreement(names, step.world, "about the metrics", "the objective must report the same ones on every worker")
         if not values["loss"].requires_grad:
             raise UsageError(
                 "the objective's loss does not depend on any trainable parameter, so nothing would be learned: look for"
@@ -76,8 +88,13 @@ class FirstPasses:
         changed = next((name for name, seen in buffers_after.items() if seen != buffers.get(name)), None)
         if changed is not None and step.config.reduce == "exact":
             raise UsageError(
-                f"--reduce exact: the forward pass changes the buffer {changed}, which is no batch norm's and would depend on"
-                " the number of workers; use --reduce fast"
+                f"--reduce exact: the forward pass changes the buffer {changed}, which does not belong to a batch norm and"
+                " would depend on the number of workers; use --reduce fast"
+            )
+        if changed is not None and step.parts > 1:
+            step.say(
+                f"the forward pass changes the buffer {changed}, which does not belong to a batch norm: each worker has its"
+                " own, so the model may depend on the number of workers"
             )
         if alone is not None and step.random:
             step.say(
@@ -126,9 +143,9 @@ def check_values(values: dict[str, Tensor], size: int) -> tuple[str, ...]:
         if not isinstance(value, Tensor) or value.shape != (size,):
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise UsageError(
-                f"the task's objective returned {name!r} as {found}: it must hold one value a sample, shape ({size},)"
+                f"the task's objective returned {name!r} as {found}: it must hold one value per sample, shape ({size},)"
             )
-    return ("loss", *(name for name in values if name != "loss"))
+    return ("loss", *sorted(name for name in values if name != "loss"))  # in one order: a set's differs between processes
 
 
 def every(batch: Any, count: int, samples: int) -> Any:

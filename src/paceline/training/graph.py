@@ -11,6 +11,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -103,14 +104,29 @@ def watch(body: Body, inputs: list[Inputs], model: nn.Module, objective: Any) ->
 
 
 def module_state(model: nn.Module) -> dict[str, Any]:
-    """Numbers, texts and generators of random numbers in the plain attributes of a model's modules, by name."""
-    kinds = bool | int | float | str | np.random.Generator | random.Random | torch.Generator
+    """What the plain attributes of a model's modules hold, by name, as far as a change can be seen."""
     return {
-        f"{path or 'the model'}.{name}": _reading(value)
+        f"{path or 'the model'}.{name}": _Held(value, value._version) if isinstance(value, Tensor) else _reading(value)
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if not name.startswith("_") and isinstance(value, kinds)
+        if name not in _OF_MODULES
     }
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A tensor as it was: kept, or another one might take its place in memory."""
+
+    tensor: Tensor
+    version: int
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and self.tensor is other.tensor and self.version == other.version
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, buffers, hooks: looked at elsewhere
 
 
 def first_line(error: BaseException) -> str:

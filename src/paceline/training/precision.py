@@ -27,6 +27,9 @@ from paceline.config import Config
 from paceline.dist.world import World
 from paceline.errors import UsageError
 
+_CLEARLY_FASTER = 0.9
+_THREADS = 1  # whatever the run uses: every number of workers must get the same answer
+
 TRIAL_S = 60.0
 """The longest a trial may take; importing torch is most of what it takes."""
 
@@ -50,8 +53,8 @@ class Trial:
 
     @property
     def pays(self) -> bool:
-        """Whether bf16 works and is not slower than fp32."""
-        return self.ratio is not None and self.ratio <= 1
+        """Whether bf16 works and is clearly not slower than fp32: a busy moment must not decide."""
+        return self.ratio is not None and self.ratio <= _CLEARLY_FASTER
 
     def describe(self) -> str:
         """`a trial of bf16 on this CPU was killed by SIGILL`, or whatever it was."""
@@ -133,8 +136,7 @@ def _look(config: Config, world: World, try_it: Try) -> dict[str, Any]:
         return {"pays": True, "crash": "", "note": ""}
     if config.precision == "auto" and not lists_amx():
         return {"pays": False, "crash": "", "note": ""}  # bf16 would be emulated: 27 times slower
-    threads = 1 if config.reduce == "exact" else torch.get_num_threads()
-    found = try_it(threads, min(TRIAL_S, config.timeout_s / 2))  # the others wait, no longer than timeout_s
+    found = try_it(_THREADS, min(TRIAL_S, config.timeout_s / 2))  # the others wait, no longer than timeout_s
     where = f" (node {world.node})" if world.nodes > 1 else ""
     return {"pays": found.pays, "crash": found.crash, "note": found.describe() + where if not found.pays else ""}
 

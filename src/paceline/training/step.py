@@ -188,7 +188,7 @@ class Step:
             self._reducer.finish()
         if noise is not None:
             noise.finish(self.world)
-        self._first.tell_unused()
+        self._first.end_step()
         self.enter("update")
         self.update()
         self.enter("other")

@@ -108,5 +108,5 @@ def test_a_compiled_model_is_taken_as_it_was_before(tmp_path: Path) -> None:
         for made in (whole, parts):
             run = build(replace(bare, model=made), config, here)
             assert list(run.step.model.state_dict()) == list(expected.step.model.state_dict())
-            assert any("--fast decides what is compiled" in note for note in run.notes)
+            assert any("--fast decides what to compile" in note for note in run.notes)
             assert not expected.notes

@@ -21,7 +21,9 @@ from paceline.data.loaders import Arrays
 from paceline.dist.world import World
 from paceline.errors import WorkersDisagree
 from paceline.training import dataset
+from paceline.training.build import build
 from paceline.training.dataset import hash_content, load_data
+from paceline.training.task import classify
 
 
 class Own(Dataset[Any]):
@@ -138,11 +140,29 @@ def test_a_resumed_run_knows_its_data_again() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 17, 100_000])
 def test_few_items_are_read(count: int) -> None:
     data = Own(count=count)
-    digest(data)
+    digest(data, loader_workers=0)
     assert set(data.reads.values()) == {2}
     assert {0, count - 1} <= data.reads.keys()
     assert len(data.reads) <= 18
     assert count < 1000 or len(data.reads) >= 10
+
+
+def test_a_dataset_is_not_read_where_its_loader_processes_are_forked() -> None:
+    """One that opens a file at its first read would share the position in it with all of them."""
+    data = Own()
+    assert digest(data) == digest(Own(), loader_workers=0)
+    assert not data.reads
+    prepared = replace(blobs(), train=lambda: data, prepare=lambda batch, samples, epoch: batch, objective=classify())
+    build(prepared, make_config(prepared.defaults, {"virtual_workers": 2}), ALONE)
+    assert not data.reads
+
+
+def test_a_mistake_in_a_dataset_shows_as_it_is() -> None:
+    def mistake(point: Tensor, label: int) -> Any:
+        raise LookupError("no such label")
+
+    with pytest.raises(LookupError, match="no such label"):
+        digest(Own(mistake))
 
 
 def test_arrays_of_any_type_size_and_place() -> None:

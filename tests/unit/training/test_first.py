@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from harness.processes import run_workers
 from harness.training import ALONE, blobs, train_in
+from paceline.config import make_config
 from paceline.dist.world import World
-from paceline.errors import UsageError
+from paceline.errors import UsageError, WorkersDisagree
+from paceline.training.build import build
 from paceline.training.task import Task, classify
 
 ONE = {"epochs": 1, "max_steps": 2}
@@ -41,24 +43,114 @@ def test_a_model_that_cannot_learn_is_refused(objective: Any, mode: str) -> None
 
 
 class Counting(nn.Module):
-    """Keeps a number in a plain attribute."""
+    """Keeps something in a plain attribute."""
 
-    def __init__(self, caches: bool = False) -> None:
+    def __init__(self, held: Any = 0, caches: bool = False) -> None:
         super().__init__()
-        self.linear, self.k, self.caches = nn.Linear(5, 3), 0, caches
+        self.linear, self._held, self.caches = nn.Linear(5, 3), held, caches
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self.k = 7 if self.caches else self.k + 1
+        if isinstance(self._held, list):
+            self._held.append(len(self._held))
+        else:
+            self._held = 7 if self.caches else self._held + 1
         return self.linear(inputs)
 
 
 @pytest.mark.parametrize("mode", ["fast", "exact"])
-def test_state_in_a_plain_attribute_is_told(mode: str) -> None:
+@pytest.mark.parametrize("held", [0, torch.zeros(2), []])
+def test_state_in_a_plain_attribute_is_told(mode: str, held: Any) -> None:
     options = {**ONE, "reduce": mode, "virtual_workers": 2, "parts_at_once": 1}
-    (note,) = train_in(ALONE, task_of(Counting), options).watcher.notes
-    assert "the forward pass changes the model.k, a plain attribute" in note
+    (note,) = train_in(ALONE, task_of(lambda: Counting(held)), options).watcher.notes
+    assert "the forward pass changes the model._held, a plain attribute" in note
     assert train_in(ALONE, task_of(lambda: Counting(caches=True)), options).watcher.notes == [], "filled once: a cache"
     assert train_in(ALONE, task_of(Counting), ONE).watcher.notes == [], "one part: nothing depends on the number of workers"
+
+
+class Averaging(nn.Module):
+    """Keeps a mean of what it has seen in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("seen", torch.zeros(5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.seen.lerp_(inputs.detach().mean(0), 0.1)
+        return self.linear(inputs - self.seen)
+
+
+def averaging(world: World) -> tuple[list[str], str]:
+    options = {**ONE, "virtual_workers": 2, "parts_at_once": 1}
+    try:
+        return train_in(world, task_of(Averaging), options).watcher.notes, ""
+    except WorkersDisagree as error:
+        return [], str(error)
+
+
+def test_a_buffer_that_forward_changes_is_told_or_refused_in_the_first_step() -> None:
+    ((notes, _),) = run_workers(averaging, 1)
+    assert "the forward pass changes the buffer seen, which does not belong to a batch norm" in notes[0]
+    for _, error in run_workers(averaging, 2):
+        assert "after the first step: 1 of 3 tensors differ (first: seen)" in error
+        assert "register such a buffer with persistent=False" in error
+
+
+def named_by_rank(world: World) -> list[dict[str, Any]]:
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        values = classify()(model, batch[:2])
+        extras = [("one", torch.ones(len(batch[0]))), ("two", torch.full((len(batch[0]),), 2.0))]
+        return {**dict(extras[:: 1 - 2 * world.rank]), "loss": values["loss"]}
+
+    return train_in(world, blobs(objective=objective), {**ONE, "virtual_workers": 2}).watcher.steps
+
+
+def test_metrics_keep_their_names_whatever_order_a_worker_reports_them_in() -> None:
+    for steps in run_workers(named_by_rank, 2):
+        assert [(row["one"], row["two"]) for row in steps] == [(1.0, 2.0)] * len(steps)
+
+
+def other_names(world: World) -> str:
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        values = classify()(model, batch[:2])
+        return {"loss": values["loss"], f"of {world.rank}": values["accuracy"]}
+
+    with pytest.raises(WorkersDisagree) as caught:
+        train_in(world, blobs(objective=objective), {**ONE, "virtual_workers": 2})
+    return str(caught.value)
+
+
+def test_workers_that_report_different_metrics_are_refused() -> None:
+    assert all("workers disagree about the metrics" in said for said in run_workers(other_names, 2))
+
+
+def freezing(world: World) -> Any:
+    """A layer is frozen from the second step on."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 3)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.last(self.first(inputs))
+
+    def objective(model: Any, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        values = classify()(model, batch[:2])
+        if model.training and model.first.weight.grad is None:
+            model.first.requires_grad_(bool(values["loss"].mean() > 1e9) or not hasattr(model, "begun"))
+            model.begun = True
+        return values
+
+    options = {"epochs": 1, "max_steps": 4, "virtual_workers": 2, "parts_at_once": 1, "weight_decay": 0.1}
+    return train_in(world, task_of(Frozen, objective=objective), options).weights
+
+
+def test_a_layer_that_is_frozen_during_training_stays_as_it_is() -> None:
+    one, two = run_workers(freezing, 2)
+    for name, weights in one.items():
+        np.testing.assert_array_equal(weights, two[name])
 
 
 def mixed(batch: tuple[Tensor, ...], samples: Tensor, epoch: int | None) -> tuple[Any, ...]:
@@ -73,6 +165,35 @@ def noisy(batch: tuple[Tensor, ...], samples: Tensor, epoch: int | None) -> tupl
 
 def doubled(batch: tuple[Tensor, ...], samples: Tensor, epoch: int | None) -> tuple[Any, ...]:
     return batch[0] * 2, *batch[1:]
+
+
+def only_parts(batch: tuple[Tensor, ...], samples: Tensor, epoch: int | None) -> tuple[Any, ...]:
+    """Takes parts of six alone."""
+    assert epoch is None or len(samples) == 6, "not a part"
+    return batch
+
+
+def test_a_prepare_that_fails_in_the_trial_runs_in_turn() -> None:
+    task = replace(blobs(), prepare=only_parts)
+    run = build(task, make_config(task.defaults, {"virtual_workers": 4, "global_batch": 24}), ALONE)
+    assert run.grouping.at_once == 1
+    assert "the task's prepare failed in a trial (not a part)" in run.contract.parts
+
+
+class Generating:
+    """Draws from a generator that nobody seeds."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+
+    def __call__(self, batch: tuple[Tensor, ...], samples: Tensor, epoch: int | None) -> tuple[Any, ...]:
+        return batch[0] + float(self.random.random()), *batch[1:]
+
+
+def test_a_prepare_with_a_generator_of_its_own_is_told() -> None:
+    for options in ({"virtual_workers": 4, "global_batch": 24}, {"virtual_workers": 2, "reduce": "exact"}):
+        notes = train_in(ALONE, replace(blobs(), prepare=Generating()), {**ONE, **options}).watcher.notes
+        assert "the same samples are not the same when they are prepared again" in notes[0]
 
 
 def prepared(world: World) -> dict[str, Any]:

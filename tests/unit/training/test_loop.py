@@ -249,7 +249,7 @@ def test_objectives_that_break_their_promise() -> None:
     def no_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
         return {"accuracy": classify()(model, batch[:2])["accuracy"]}
 
-    with pytest.raises(UsageError, match=r"'loss' as \(\): it must hold one value a sample, shape \(12,\)"):
+    with pytest.raises(UsageError, match=r"'loss' as \(\): it must hold one value per sample, shape \(12,\)"):
         alone(blobs(objective=mean_loss))
     with pytest.raises(UsageError, match="must return a dict with 'loss'"):
         alone(blobs(objective=no_loss))
