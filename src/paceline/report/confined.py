@@ -1,4 +1,4 @@
-"""Paths that cannot leave a folder, whatever links lead where: what the board reads records through.
+"""Paths that cannot leave a folder, even through links. The board reads records through these.
 
 A path is checked each time it is used, not once: a record that was swapped for a link is not read. The folders above a file are
 opened one by one without following links, so nothing can be swapped between the check and the reading either.
@@ -22,7 +22,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a 
 class ConfinedPath:
     """A path that only leads to what lies inside `root`; links within it are followed. The rest looks as if it did not exist.
 
-    It has those methods of `pathlib.Path` that reading a record takes.
+    It has the `pathlib.Path` methods needed to read a record.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class ConfinedPath:
         return ConfinedPath(self.path.parent, self.root)
 
     def resolve(self) -> "ConfinedPath":
-        """Itself: it is absolute, and a link's own name is not told."""
+        """Returns itself: the path is absolute, and link targets are not revealed."""
         return self
 
     def stat(self) -> os.stat_result:
@@ -72,7 +72,7 @@ class ConfinedPath:
             return False
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """An ordinary file, for reading bytes."""
+        """Open a regular file to read bytes."""
         assert mode == "rb"
         return self._reach(_open)
 
@@ -126,8 +126,11 @@ def _stat(folder: int, name: str) -> os.stat_result:
 
 
 def _open(folder: int, name: str) -> BinaryIO:
-    file = os.fdopen(os.open(name, _FILE, dir_fd=folder), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "it is no ordinary file")
-    return file
+    fd = os.open(name, _FILE, dir_fd=folder)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
