@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.dist.place import REPORTS_VARIABLE, read_place
+from paceline.dist.process import signal_name
 from paceline.errors import PacelineError
 
 
@@ -161,7 +162,7 @@ def first_failure(
     return Report(0, 0.0, 1, "the workers ended without saying why")
 
 
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: " (often the system out of memory: try a smaller global batch)",
     signal.SIGILL: ": this CPU or virtual machine lacks an instruction that torch's kernels use, most likely bf16 on AMX; use"
     " --precision fp32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16",
@@ -174,9 +175,7 @@ def _describe_exit(rank: int, code: int) -> str:
         return f"worker {rank} ended with exit code 0 before the run was done: does the task call sys.exit or os._exit?"
     if code > 0:
         return f"worker {rank} ended with exit code {code} and left no report"
-    known = -code in list(signal.Signals)
-    name = signal.Signals(-code).name if known else f"signal {-code}"
-    return f"worker {rank} was killed by {name}{_HINTS.get(signal.Signals(-code), '') if known else ''}"
+    return f"worker {rank} was killed by {signal_name(-code)}{_HINTS.get(-code, '')}"
 
 
 _HEADLINE = 200  # characters, about two lines of a terminal
