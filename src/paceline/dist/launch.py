@@ -66,7 +66,7 @@ class Outcome:
     record: Path | None = None
     """Where rank 0 was writing its record, if it came that far."""
     why: str = ""
-    """What stopped it, where it was asked to stop: "Ctrl-C", or the signal's name."""
+    """Why it stopped, if it was asked to: "Ctrl-C", or the signal's name."""
 
 
 def launch(command: Sequence[str], config: Config) -> Outcome:
@@ -146,7 +146,7 @@ def _wish_to_stop() -> Iterator[Wish]:
 
 def _attempt(command: Sequence[str], crew: Crew, config: Config, reports: Path, wish: Wish) -> Outcome:
     """Start the workers once and wait for their end."""
-    import paceline.dist.agent  # noqa: F401  # it imports torch: here, and not in the thread, so that Ctrl-C is noted meanwhile
+    import paceline.dist.agent  # noqa: F401  # imports torch: here, not in the thread, so that Ctrl-C is noticed meanwhile
 
     resume_collector()
     for name in list(logging.root.manager.loggerDict):
@@ -165,7 +165,7 @@ def _attempt(command: Sequence[str], crew: Crew, config: Config, reports: Path, 
     record, unfinished = read_record(reports), read_unfinished(reports)
     exits = ended[0].codes if ended and not isinstance(ended[0], Exception) else None
     codes = {rank: code for rank, code in (exits or {}).items() if code != 0 or rank in unfinished}
-    if exits is not None and not codes:  # done, even if the wish to stop came too late
+    if exits is not None and not codes:  # done, even if a request to stop came too late
         _end_leftovers(reports)
         return Outcome(0, None, record)
     _signal_workers(reports, signal.SIGKILL)  # also what they started: the next attempt must not meet it
@@ -182,7 +182,7 @@ def _attempt(command: Sequence[str], crew: Crew, config: Config, reports: Path, 
 
 
 def _run_elastic(command: Sequence[str], crew: Crew, config: Config, reports: Path, ended: "list[Exits | Exception]") -> None:
-    """Let elastic run the workers; `ended` gets how they ended, or the error that kept them from running."""
+    """Let elastic run the workers. Appends their exits to `ended`, or the error that kept them from running."""
     from paceline.dist.agent import run_workers
 
     again = [*python_command(), "-m", "paceline", *command]
@@ -265,7 +265,7 @@ def _meet_anew(config: Config) -> None:
 
 
 def _meeting(config: Config) -> "Meeting":
-    """Where this node's agent meets the others: alone, on a free port of its loopback; else at a port of node 0."""
+    """Where this node's agent meets the others: a port of node 0, or a free loopback port if there is only one node."""
     from paceline.dist.agent import Meeting
     from paceline.dist.store import LOOPBACK
 

@@ -95,7 +95,7 @@ def meeting_point(place: Place, env: Mapping[str, str] | None = None) -> tuple[s
     """Address and, if the launcher or the user fixed one, port of the worker with rank 0 (for srun and mpirun)."""
     env = os.environ if env is None else env
     port = check_port(_number(env, "MASTER_PORT"), f"MASTER_PORT is {env['MASTER_PORT']}") if "MASTER_PORT" in env else None
-    if place.nodes == 1:  # whatever MASTER_ADDR says: nobody outside needs to reach this run
+    if place.nodes == 1:  # ignore MASTER_ADDR: no other machine needs to reach this run
         return "127.0.0.1", port
     if "MASTER_ADDR" in env:
         return env["MASTER_ADDR"], port
@@ -105,7 +105,7 @@ def meeting_point(place: Place, env: Mapping[str, str] | None = None) -> tuple[s
 
 
 def check_port(port: int, found: str) -> int:
-    """The port, if it can be one. `found` says where it comes from. getaddrinfo silently wraps larger numbers."""
+    """Refuse a port out of range, which getaddrinfo would silently wrap. `found` says where the number comes from."""
     if not 1 <= port <= 65535:
         raise UsageError(f"{found}: a port is a number from 1 to 65535")
     return port

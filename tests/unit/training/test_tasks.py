@@ -143,10 +143,8 @@ def test_a_file_named_like_another_module_replaces_nothing(folder, name):
     assert sys.modules.get(name) is before
     made = tasks._import(f"{name}.py").mine()
     assert type(pickle.loads(pickle.dumps(made))) is type(made)  # loader processes find the class by its module's name
-    (folder / f"{name}.py").write_text("broken")
-    os.rename(folder / f"{name}.py", folder / "sub.py")
     (folder / "sub").mkdir()
-    os.rename(folder / "sub.py", folder / "sub" / f"{name}.py")
+    (folder / "sub" / f"{name}.py").write_text("broken")
     with pytest.raises(UsageError, match="raised NameError: name 'broken' is not defined"):
         tasks.resolve(f"sub/{name}.py", {})
     assert sys.modules.get(name) is before
