@@ -92,6 +92,14 @@ def test_a_row_full_of_strangers_is_one_line(row: list[int], stranger: socket.so
             server.close()
 
 
+def test_a_taken_master_port_is_one_line(stranger: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = stranger.getsockname()[1]
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    said = f"rank 0 cannot listen at 127.0.0.1:{port}: Address already in use; use another MASTER_PORT, or unset it"
+    with pytest.raises(PacelineError, match=f"^{said}$"):
+        meet.meet(_place(0, "ours"), _SOON)
+
+
 def test_a_missing_guest_is_one_line(row: list[int]) -> None:
     with pytest.raises(PacelineError, match=r"rank 0 waited 1 s on 127\.0\.0\.1: 1 of 2 workers came"):
         meet.meet(_place(0, "ours"), timedelta(seconds=1))

@@ -171,7 +171,7 @@ def _get(job: _Job, url: str) -> None:
 
 def _transfer(job: _Job, url: str) -> bool:
     """Bring the `.part` to its full length. True if bytes of an earlier transfer are in it."""
-    if job.part.is_symlink():  # planted: we never make one
+    if job.part.is_symlink():  # planted: Paceline never creates one
         job.part.unlink()
     offset = job.part.stat().st_size if job.part.exists() else 0
     headers = {"User-Agent": "paceline"} | ({"Range": f"bytes={offset}-"} if offset else {})

@@ -64,7 +64,7 @@ def seed_sample(seed: int) -> None:
 
 
 def random_state(device: torch.device | None = None) -> bytes:
-    """The state of every generator that `seed_all` seeds: it differs when somebody has drawn a number."""
+    """The state of every generator that `seed_all` seeds: it changes when any number is drawn."""
     _, words, position, *_ = np.random.get_state()
     state = [torch.get_rng_state().numpy().tobytes(), np.asarray(words).tobytes(), repr((position, random.getstate())).encode()]
     if device is not None and device.type == "cuda":

@@ -128,11 +128,11 @@ class Loader(ABC):
     def start(self) -> None:  # noqa: B027  # most loaders have nothing to start
         """Start the loader's processes; without this call, the first batch does.
 
-        Call it before there are threads and locked files: a forked process inherits the locks of both.
+        Call it before starting threads or locking files: a forked process inherits the locks of both.
         """
 
     def close(self) -> None:  # noqa: B027
-        """End the loader's processes. It gives no batches afterwards."""
+        """End the loader's processes. There are no batches afterwards."""
 
     def batches(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Batch]:
         """One batch on the device for every array in the plan, in order."""
@@ -209,14 +209,14 @@ class Streaming(Loader):
             persistent_workers=workers > 0,
             collate_fn=_collate,
             worker_init_fn=partial(_begin_process, os.getpid(), cores),
-            generator=torch.Generator(),  # each epoch draws a number from it, and must not take that from the training's
+            generator=torch.Generator(),  # each epoch draws a number; it must not come from the generator that training uses
         )
 
     def start(self) -> None:
         if self._loader.num_workers:
             _make_temp_dir()
             self._plan.plan = ()
-            iter(self._loader)  # torch keeps the processes for the epochs to come
+            iter(self._loader)  # torch keeps the processes for later epochs
 
     def close(self) -> None:
         iterator: Any = getattr(self._loader, "_iterator", None)
@@ -226,7 +226,7 @@ class Streaming(Loader):
         killer = threading.Timer(_CLOSE_S, _kill, [iterator._workers])
         killer.start()
         try:
-            with suppress(RuntimeError):  # torch's word for a process that was killed
+            with suppress(RuntimeError):  # torch raises it if a process was killed
                 iterator._shutdown_workers()  # waits 5 s for each process that hangs
         finally:
             killer.cancel()
@@ -318,7 +318,7 @@ class _Keyed(Dataset[Any]):
             return self._data.__getitems__([sample for _, sample in asked])
         try:
             return [self._one(epoch, sample) for epoch, sample in asked]
-        except SystemExit as error:  # in a loader process torch would not say where
+        except SystemExit as error:  # torch would not say where it was called in a loader process
             raise RuntimeError(describe_exit(error)) from error
 
     def __len__(self) -> int:
@@ -334,9 +334,9 @@ _CLOSE_S = 2.0  # for a loader process to finish the batch it is working on
 
 
 def _make_temp_dir() -> None:
-    """Make multiprocessing's folder here: the processes share it, and it goes with this process even if they are killed.
+    """Make multiprocessing's folder here: the processes share it, and this process removes it even if they are killed.
 
-    It holds sockets, whose paths may have 107 characters. With a longer one a loader process would say nothing and never send.
+    It holds sockets, whose paths are limited to 107 characters. With a longer one a loader process would hang without an error.
     """
     given = tempfile.tempdir
     if len(tempfile.gettempdir()) > _MOST_PATH:
@@ -356,15 +356,15 @@ def _kill(processes: Iterable[Any]) -> None:
 
 
 def _begin_process(parent: int, cores: Iterable[int] | None, number: int) -> None:
-    """In a process of the DataLoader's: end with the worker, and not before it."""
+    """Runs in each loader process: exit with the worker, not before."""
     served = multiprocessing.get_start_method() == "forkserver"  # then the parent is the server, which ends with the worker
     die_with_parent(os.getppid() if served else parent)
-    # A terminal and a scheduler send these to all processes of a run, and the worker needs samples to finish its step. Unlike
-    # SIG_IGN, a handler that does nothing is not inherited by programs that a Dataset starts.
+    # Terminals and schedulers send these to all processes of a run, and the worker still needs samples to finish its step.
+    # Unlike SIG_IGN, a handler that does nothing is not inherited by programs that a Dataset starts.
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, lambda *_: None)
     if cores:
-        os.sched_setaffinity(0, cores)  # or they would share their worker's own
+        os.sched_setaffinity(0, cores)  # otherwise they would compete for the worker's own cores
 
 
 def _collate(items: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Run one node's workers through torch elastic, and note how each of them ended.
+"""Run one node's workers through torch elastic, and record how each of them ended.
 
-The nodes meet in a store that node 0 hosts at one address, on a single node its loopback. elastic's default rendezvous (c10d)
-is not used: it unpickles what it reads from a store that listens on every interface, so anyone who can reach that port can run
-code here. What this agent and its workers read from the store is JSON and plain text.
+The nodes meet in a store that node 0 hosts on one address; on a single node that is the loopback. elastic's default rendezvous
+(c10d) is not used: it unpickles what it reads from a store that listens on every interface, so anyone who can reach that port
+can run code here. What this agent and its workers read from the store is JSON and plain text.
 """
 
 import uuid
@@ -38,9 +38,9 @@ class Exits:
     """How a node's workers ended."""
 
     codes: dict[int, int]
-    """Exit codes by rank; minus the signal for one killed by a signal."""
+    """Exit codes by rank; a negative signal number if a signal killed the worker."""
     terminated: frozenset[int]
-    """Those that were still running when another one ended, and were ended for that reason."""
+    """Workers that were still running when another one failed, and were ended for that reason."""
 
 
 def run_workers(command: Sequence[str], workers: int, meeting: Meeting, logs: Path, kill_after_s: int) -> Exits:
@@ -61,7 +61,7 @@ def run_workers(command: Sequence[str], workers: int, meeting: Meeting, logs: Pa
 
 
 class _Agent(LocalElasticAgent):
-    """elastic's agent, which does not tell who ended by itself and who was ended by it."""
+    """elastic's agent does not say which workers exited on their own and which it ended; this one does."""
 
     kill_after_s = 30
 
@@ -74,7 +74,7 @@ class _Agent(LocalElasticAgent):
         def note_and_close(death_sig: Any = None, timeout: int = 30) -> None:
             if self._before is None:
                 self._before = self._ended()
-            close(death_sig, self.kill_after_s)  # elastic has a setting for this timeout, but not where a worker failed
+            close(death_sig, self.kill_after_s)  # elastic's own setting for this timeout is ignored when a worker fails
 
         context.close = note_and_close
         return started
@@ -90,7 +90,7 @@ class _Agent(LocalElasticAgent):
 
 
 class _Rendezvous(RendezvousHandler):
-    """The nodes are known from the start, so that they only need a store. Their workers use it, too."""
+    """The nodes are known from the start, so they only need a store. Their workers use it, too."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting

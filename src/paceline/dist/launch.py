@@ -22,8 +22,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from paceline.config import Config
-from paceline.dist.place import REPORTS_VARIABLE, threads_per_worker
-from paceline.dist.process import die_with_parent, let_go_of_terminal, python_command
+from paceline.dist.place import REPORTS_VARIABLE, check_port, threads_per_worker
+from paceline.dist.process import die_with_parent, has_members, let_go_of_terminal, python_command
 from paceline.dist.reports import (
     Report,
     ask_to_stop,
@@ -52,6 +52,7 @@ STOPPING = "paceline: stopping after this step (Ctrl-C again to stop now)"
 
 _AGENT_VARIABLE = "PACELINE_AGENT"
 _KILL_AFTER_S = 5  # from SIGTERM to SIGKILL
+_LEFT_S = 2.0  # after success, for what workers started: to end on its own, and again after SIGTERM
 _NOT_WORTH_ANOTHER = (0, 2, 3)  # done, the user's mistake, diverged: the next attempt would end in the same way
 
 
@@ -65,7 +66,7 @@ class Outcome:
     record: Path | None = None
     """Where rank 0 was writing its record, if it came that far."""
     why: str = ""
-    """What stopped it, where it was asked to stop: "Ctrl-C", or the signal's name."""
+    """Why it stopped, if it was asked to: "Ctrl-C", or the signal's name."""
 
 
 def launch(command: Sequence[str], config: Config) -> Outcome:
@@ -145,7 +146,7 @@ def _wish_to_stop() -> Iterator[Wish]:
 
 def _attempt(command: Sequence[str], crew: Crew, config: Config, reports: Path, wish: Wish) -> Outcome:
     """Start the workers once and wait for their end."""
-    import paceline.dist.agent  # noqa: F401  # it imports torch: here, and not in the thread, so that Ctrl-C is noted meanwhile
+    import paceline.dist.agent  # noqa: F401  # imports torch: here, not in the thread, so that Ctrl-C is noticed meanwhile
 
     resume_collector()
     for name in list(logging.root.manager.loggerDict):
@@ -161,12 +162,13 @@ def _attempt(command: Sequence[str], crew: Crew, config: Config, reports: Path, 
             )
             thread.start()
             _wait(thread, config, reports, wish)
-            _signal_workers(reports, signal.SIGKILL)  # what a worker started and left behind
     record, unfinished = read_record(reports), read_unfinished(reports)
     exits = ended[0].codes if ended and not isinstance(ended[0], Exception) else None
     codes = {rank: code for rank, code in (exits or {}).items() if code != 0 or rank in unfinished}
-    if exits is not None and not codes:  # done, even if the wish to stop came too late
+    if exits is not None and not codes:  # done, even if a request to stop came too late
+        _end_leftovers(reports)
         return Outcome(0, None, record)
+    _signal_workers(reports, signal.SIGKILL)  # also what they started: the next attempt must not meet it
     if wish.why:
         return Outcome(wish.exit_code, None, record, wish.why)
     (end,) = ended
@@ -180,7 +182,7 @@ def _attempt(command: Sequence[str], crew: Crew, config: Config, reports: Path, 
 
 
 def _run_elastic(command: Sequence[str], crew: Crew, config: Config, reports: Path, ended: "list[Exits | Exception]") -> None:
-    """Let elastic run the workers; `ended` gets how they ended, or the error that kept them from running."""
+    """Let elastic run the workers. Appends their exits to `ended`, or the error that kept them from running."""
     from paceline.dist.agent import run_workers
 
     again = [*python_command(), "-m", "paceline", *command]
@@ -217,6 +219,19 @@ def _signal_workers(reports: Path, number: signal.Signals) -> None:
             os.killpg(pid, number)  # each leads a session of its own: this reaches its children, too
 
 
+def _end_leftovers(reports: Path) -> None:
+    """End what successful workers started and left running, such as a tracker's uploader that is about to finish."""
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        left = [pid for pid in read_begun(reports) if has_members(pid)]
+        if not left:
+            return
+        if number is not None:
+            _signal_workers(reports, number)
+        end = time.monotonic() + _LEFT_S
+        while number != signal.SIGKILL and any(map(has_members, left)) and time.monotonic() < end:
+            time.sleep(0.05)
+
+
 @contextmanager
 def _environment(crew: Crew, reports: Path) -> Iterator[None]:
     """What the workers find in their environment; ours is left as it was: elastic and we change it, and a program may go on."""
@@ -250,7 +265,7 @@ def _meet_anew(config: Config) -> None:
 
 
 def _meeting(config: Config) -> "Meeting":
-    """Where this node's agent meets the others: alone, on a free port of its loopback; else at a port of node 0."""
+    """Where this node's agent meets the others: a port of node 0, or a free loopback port if there is only one node."""
     from paceline.dist.agent import Meeting
     from paceline.dist.store import LOOPBACK
 
@@ -259,9 +274,10 @@ def _meeting(config: Config) -> "Meeting":
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     endpoint = config.rendezvous or (f"{address}:{port}" if address and port else "")
     host, _, port = endpoint.rpartition(":")
-    if not port.isdigit() or not host:
+    if not (host and port.isascii() and port.isdigit()):
         raise UsageError(
             f"--nodes {config.nodes} needs to know where node 0 is: give --rendezvous HOST:PORT, or set MASTER_ADDR and"
             " MASTER_PORT"
         )
-    return Meeting(host=host.strip("[]"), port=int(port), node=config.node_id, nodes=config.nodes, timeout_s=config.timeout_s)
+    number = check_port(int(port), f"--rendezvous {endpoint}" if config.rendezvous else f"MASTER_PORT is {port}")
+    return Meeting(host=host.strip("[]"), port=number, node=config.node_id, nodes=config.nodes, timeout_s=config.timeout_s)

@@ -25,6 +25,7 @@ from paceline.errors import PacelineError
 _HERE = "paceline/here"  # counts the workers that found the store
 _ATTEMPT = "paceline/attempt"  # in torchrun's store: the name rank 0 gave to the newest attempt
 _ROW = 16  # ports tried; all below 32768, where Linux starts handing out ports for outgoing connections
+_PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)  # taken, or reserved for root
 _ANSWER_S = 2  # rank 0 answers within 0.05 s
 _FIRST_PORT, _PORTS = 20000, 12000
 
@@ -35,9 +36,13 @@ def meet(place: Place, timeout: timedelta) -> Store:
         return HashStore()
     host, port = meeting_point(place)
     if port is not None:
-        if place.rank == 0:
+        if place.rank != 0:
+            return TCPStore(host, port, place.size, is_master=False, timeout=timeout)
+        try:
             return host_store(host, port, place.size, timeout)
-        return TCPStore(host, port, place.size, is_master=False, timeout=timeout)
+        except OSError as error:
+            advice = "use another MASTER_PORT, or unset it" if error.errno in _PORT_ERRORS else "set MASTER_ADDR to its host"
+            raise PacelineError(f"rank 0 cannot listen at {host}:{port}: {why_not(error)}; {advice}") from error
     row = [_FIRST_PORT + _hash(place.run_key, i) % _PORTS for i in range(_ROW)]
     return _host(host, row, place, timeout) if place.rank == 0 else _find(host, row, place, timeout)
 

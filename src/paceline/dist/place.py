@@ -94,14 +94,21 @@ def check_workers(place: Place, workers: int | None) -> None:
 def meeting_point(place: Place, env: Mapping[str, str] | None = None) -> tuple[str, int | None]:
     """Address and, if the launcher or the user fixed one, port of the worker with rank 0 (for srun and mpirun)."""
     env = os.environ if env is None else env
-    port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else None
-    if place.nodes == 1:  # whatever MASTER_ADDR says: nobody outside needs to reach this run
+    port = check_port(_number(env, "MASTER_PORT"), f"MASTER_PORT is {env['MASTER_PORT']}") if "MASTER_PORT" in env else None
+    if place.nodes == 1:  # ignore MASTER_ADDR: no other machine needs to reach this run
         return "127.0.0.1", port
     if "MASTER_ADDR" in env:
         return env["MASTER_ADDR"], port
     if place.launcher == "srun":
         return _slurm_address(env), port
     raise UsageError("mpirun over several nodes needs to know where rank 0 is: add -x MASTER_ADDR=<its host>")
+
+
+def check_port(port: int, found: str) -> int:
+    """Refuse a port out of range, which getaddrinfo would silently wrap. `found` says where the number comes from."""
+    if not 1 <= port <= 65535:
+        raise UsageError(f"{found}: a port is a number from 1 to 65535")
+    return port
 
 
 def cores() -> int:

@@ -1,4 +1,4 @@
-"""How the processes of a run start and end: together with their parent, leaving nothing behind. Nothing here imports torch."""
+"""Start and end the processes of a run so that none outlives its parent. Nothing here imports torch."""
 
 import ctypes
 import os
@@ -6,6 +6,7 @@ import select
 import shutil
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int) -> None:
     """Have the system kill this process (SIGKILL) when the thread that started it ends. Exits now if `parent` is already gone.
 
-    Linux only: other systems have no such setting.
+    Does nothing on systems other than Linux.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -24,10 +25,34 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def has_members(group: int) -> bool:
+    """Whether any process of this group is running. Zombies do not count: they stay if process 1 does not reap them."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    if not sys.platform.startswith("linux"):
+        return True
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it ended while we looked
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; `signal 99` where there is no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def exit_now(code: int) -> NoReturn:
     """End this process without shutting down the interpreter: threads of torch's backends can abort or block that.
 
-    multiprocessing removes its temporary folder at the interpreter's exit, so this does it instead.
+    multiprocessing would remove its temporary folder when the interpreter exits, so do that here.
     """
     loaded: Any = sys.modules.get("multiprocessing.process")
     folder = loaded.current_process()._config.get("tempdir") if loaded else None
@@ -37,9 +62,9 @@ def exit_now(code: int) -> NoReturn:
 
 
 def python_command() -> list[str]:
-    """Start Python without the current folder on its path: a queue.py in it would replace the standard library's.
+    """The command that starts Python without the current folder on its path: a queue.py there would replace the standard one.
 
-    The exception is a source tree whose `paceline` folder is imported from the current folder itself.
+    The current folder stays on the path if `paceline` itself is imported from it.
     """
     root = Path(__file__).resolve().parent.parent.parent
     try:
@@ -49,10 +74,10 @@ def python_command() -> list[str]:
 
 
 def let_go_of_terminal() -> None:
-    """After a hangup, discard what would go to the closed terminal: an error from writing there could cost a checkpoint."""
+    """After a hangup, discard output to the closed terminal: an error from writing there could cost a checkpoint."""
     for fd in (1, 2):
         poll = select.poll()
-        poll.register(fd, 0)  # no event asked for: POLLHUP, POLLERR and POLLNVAL are reported anyway
+        poll.register(fd, 0)  # request no events: POLLHUP, POLLERR and POLLNVAL are always reported
         if poll.poll(0):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, fd)

@@ -3,7 +3,7 @@
     0.json      why worker 0 failed: when, what, traceback
     record      where rank 0 writes its record, once there is one
     4711.pid    a worker with this process id has begun
-    0.running   worker 0 has begun, and has not yet done all it was started for
+    0.running   worker 0 has begun and has not finished
     stop        from the launcher: end after this step, and why ("SIGTERM", "Ctrl-C")
 
 The earliest report that is not merely about a lost connection is the cause of the others (law 7). Nothing here imports torch.
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.dist.place import REPORTS_VARIABLE, read_place
+from paceline.dist.process import signal_name
 from paceline.errors import PacelineError
 
 
@@ -87,7 +88,7 @@ def report_begun() -> None:
 
 
 def report_done() -> None:
-    """Tell the launcher that this worker is done: exit code 0 alone does not say so, as user code may call os._exit(0)."""
+    """Tell the launcher that this worker is done. Exit code 0 does not prove it: user code may call os._exit(0)."""
     where = folder()
     if where is not None:
         with suppress(OSError):  # the launcher is gone
@@ -137,8 +138,8 @@ def first_failure(
     """The failure that caused the others: a worker's own error, else one that ended or hung without a report, else the first
     lost contact.
 
-    `exits` are the exit codes of the workers that are not done, `terminated` those that the launcher ended because another one
-    had ended. Before the run has `begun` (it has a record), a worker that others waited for may merely load slowly.
+    `exits` has the exit codes of the workers that are not done; `terminated`, the ranks that the launcher ended because another
+    worker had failed. Before the run has `begun` (it has a record), a worker that others waited for may just be loading slowly.
     """
     own = [report for report in reports if not report.lost_contact]
     if own:
@@ -161,29 +162,27 @@ def first_failure(
     return Report(0, 0.0, 1, "the workers ended without saying why")
 
 
-_HINTS = {
-    signal.SIGKILL: " (often the system out of memory: try a smaller global batch)",
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: " (often because the system is out of memory: try a smaller global batch)",
     signal.SIGILL: ": this CPU or virtual machine lacks an instruction that torch's kernels use, most likely bf16 on AMX; use"
     " --precision fp32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16",
 }
 
 
 def _describe_exit(rank: int, code: int) -> str:
-    """How a worker ended that left no report."""
+    """Say how a worker without a report ended."""
     if code == 0:
         return f"worker {rank} ended with exit code 0 before the run was done: does the task call sys.exit or os._exit?"
     if code > 0:
         return f"worker {rank} ended with exit code {code} and left no report"
-    known = -code in list(signal.Signals)
-    name = signal.Signals(-code).name if known else f"signal {-code}"
-    return f"worker {rank} was killed by {name}{_HINTS.get(signal.Signals(-code), '') if known else ''}"
+    return f"worker {rank} was killed by {signal_name(-code)}{_HINTS.get(-code, '')}"
 
 
 _HEADLINE = 200  # characters, about two lines of a terminal
 
 
 def headline(error: BaseException) -> str:
-    """The error in one line. Of an error in a loader process, whose text is that process's whole traceback, the last line."""
+    """The error in one line. The text of an error in a loader process is its whole traceback: use the last line."""
     text, name = str(error), type(error).__name__
     if "Original Traceback" in text:
         text = text.strip().splitlines()[-1].removeprefix(f"{name}: ")
@@ -225,5 +224,5 @@ def _says_timeout(error: BaseException) -> bool:
 
 
 def _suspicion(rank: int, code: int) -> tuple[bool, bool, int]:
-    """Killed by a signal before a bare exit code; last of all SIGTERM, which somebody else's launcher may send to all."""
+    """Sort key: killed by a signal, then a bare exit code, then SIGTERM, which another launcher may send to all workers."""
     return code == -signal.SIGTERM, code >= 0, rank

@@ -1,4 +1,4 @@
-"""TCP stores that listen on one address, and not on every interface of the machine."""
+"""TCP stores that listen on one address instead of every interface of the machine."""
 
 import errno
 import ipaddress
@@ -11,7 +11,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_store(host: str, port: int, size: int, timeout: timedelta, *, wait: bool = True) -> TCPStore:
-    """Host a store for `size` clients at this address; port 0 takes a free one. Waits for the clients unless told not to."""
+    """Host a store for `size` clients on this address; port 0 means any free port. Waits for them unless `wait` is false."""
     server = listen(host, port)
     port = server.getsockname()[1]
     fd = server.detach()  # the store owns it from here on
@@ -21,9 +21,9 @@ def host_store(host: str, port: int, size: int, timeout: timedelta, *, wait: boo
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens at the address of `host`.
 
-    It listens on all interfaces if other nodes know this machine by an address that it does not have itself (behind NAT, or a
-    service name), or if its own name leads to its loopback here (Debian's /etc/hosts says `127.0.1.1 HOSTNAME`): only the
-    others then know through which interface they reach it.
+    It listens on all interfaces if `host` does not resolve to one of this machine's own addresses (NAT, or a service name), or
+    if it resolves to the loopback only here (Debian's /etc/hosts says `127.0.1.1 HOSTNAME`): this machine then cannot know
+    through which interface the others reach it.
     """
     local = host == "localhost" or _is_loopback(host)
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -39,7 +39,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def why_not(error: OSError) -> str:
-    """The reason in the system's words, without the address, which Python adds to it."""
+    """The system's error message, without the address that Python appends."""
     return (error.strerror or str(error)).partition(" (while")[0]
 
 

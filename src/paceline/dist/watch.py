@@ -94,7 +94,7 @@ class Watch:
         self._last = (time.monotonic(), step, phase)
 
     def why_stop(self) -> str:
-        """Why the run stops: `stop`, or what the launcher says now if another worker has heard of it first."""
+        """Why the run stops: `stop`, or the launcher's reason if another worker learned of it first."""
         return self.stop or (reports.read_stop(self._folder) if self._folder is not None else "")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -225,8 +225,8 @@ class Watch:
     def _leave_child(self) -> None:
         """In a forked child, such as one of the user's Dataset: its signals are not the worker's; SIGTERM ends it as before.
 
-        Ctrl-C at a terminal reaches it, too. It keeps the handler, which only notes the first: the step that is to be finished
-        may need this child. (Loader processes are forked before the watch and see to that themselves.)
+        Ctrl-C at a terminal reaches it, too. It keeps that handler, which only records the first Ctrl-C: the current step may
+        need this child to finish. (Loader processes are forked before the watch starts and set their own handlers.)
         """
         self._last = None
         signal.set_wakeup_fd(-1)

@@ -237,12 +237,12 @@ def _choose_interface(place: Place) -> None:
     """Tell gloo which network interface to use, and on one node also NCCL, unless the user did.
 
     On one node nobody outside needs to connect, so both use the loopback. On several, gloo would look up the host's own name,
-    which on many systems is 127.0.1.1 (workers on two nodes then never meet) or nothing at all (it then fails even alone).
+    which on many systems is 127.0.1.1 (two nodes then never connect) or does not resolve (gloo then fails even for one worker).
     """
     if not sys.platform.startswith("linux"):
         return
     if place.nodes == 1:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # "=": this name, not all that begin with it
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # "=": exactly this name, not every name that starts with it
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return
     if "GLOO_SOCKET_IFNAME" in os.environ:

@@ -1,7 +1,7 @@
-"""Paths that cannot leave a folder, whatever links lead where: what the board reads records through.
+"""Paths that cannot leave a folder, even through links. The board reads records through these.
 
-A path is checked each time it is used, not once: a record that was swapped for a link is not read. The folders above a file are
-opened one by one without following links, so nothing can be swapped between the check and the reading either.
+A path is checked each time it is used: a record that was swapped for a link is not read. The folders above a file are opened
+one by one without following links, so nothing can be swapped between the check and the read.
 """
 
 import errno
@@ -20,14 +20,14 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a 
 
 @dataclass(frozen=True)
 class ConfinedPath:
-    """A path that only leads to what lies inside `root`; links within it are followed. The rest looks as if it did not exist.
+    """A path that only reaches what is inside `root`. Links within `root` are followed; anything else seems not to exist.
 
-    It has those methods of `pathlib.Path` that reading a record takes.
+    It has the `pathlib.Path` methods needed to read a record.
     """
 
     path: Path
     root: Path
-    """Absolute, with no link in it."""
+    """Absolute, without links."""
 
     def __str__(self) -> str:
         return str(self.path)
@@ -48,11 +48,11 @@ class ConfinedPath:
         return ConfinedPath(self.path.parent, self.root)
 
     def resolve(self) -> "ConfinedPath":
-        """Itself: it is absolute, and a link's own name is not told."""
+        """Returns itself: the path is absolute, and link targets are not revealed."""
         return self
 
     def stat(self) -> os.stat_result:
-        """Of what it leads to."""
+        """The status of what the path leads to."""
         return self._reach(_stat)
 
     def exists(self) -> bool:
@@ -65,14 +65,14 @@ class ConfinedPath:
         return self._kind() == stat.S_IFDIR
 
     def is_plain_folder(self) -> bool:
-        """Whether it is a folder and neither it nor one above it is a link."""
+        """Whether it is a folder and neither it nor any folder above it is a link."""
         try:
             return stat.S_ISDIR(self._walk(self.path, _stat).st_mode)
         except OSError:
             return False
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """An ordinary file, for reading bytes."""
+        """Open a regular file to read bytes."""
         assert mode == "rb"
         return self._reach(_open)
 
@@ -81,7 +81,7 @@ class ConfinedPath:
             return file.read()
 
     def glob(self, pattern: str) -> Iterator["ConfinedPath"]:
-        """Names that match; what each leads to is checked when it is used."""
+        """The paths that match. Each is checked when it is used."""
         return (ConfinedPath(found, self.root) for found in self.path.glob(pattern))
 
     def _kind(self) -> int:
@@ -91,7 +91,7 @@ class ConfinedPath:
             return 0
 
     def _reach(self, act: Callable[[int, str], T]) -> T:
-        """Act on what this path leads to. Most paths have no link in them, and need not be resolved."""
+        """Act on what this path leads to. Most paths contain no links and need not be resolved."""
         try:
             return self._walk(self.path, act)
         except OSError as error:
@@ -100,7 +100,7 @@ class ConfinedPath:
         return self._walk(Path(os.path.realpath(self.path)), act)
 
     def _walk(self, path: Path, act: Callable[[int, str], T]) -> T:
-        """Act on (open folder, name in it), through folders that are no links; ELOOP or ENOTDIR where one is."""
+        """Act on (open folder, name in it), without following links. Raises ELOOP or ENOTDIR at a link."""
         if not path.is_relative_to(self.root) or ".." in path.parts:
             raise FileNotFoundError(errno.ENOENT, "it leads out of the board's folder", str(self.path))
         *folders, name = path.relative_to(self.root).parts or (".",)
@@ -126,8 +126,11 @@ def _stat(folder: int, name: str) -> os.stat_result:
 
 
 def _open(folder: int, name: str) -> BinaryIO:
-    file = os.fdopen(os.open(name, _FILE, dir_fd=folder), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "it is no ordinary file")
-    return file
+    fd = os.open(name, _FILE, dir_fd=folder)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise

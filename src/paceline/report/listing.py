@@ -73,7 +73,7 @@ class Listing:
         return folder is not None and folder.summary is not None and not folder.refused
 
     def path(self, id: str) -> ConfinedPath | None:
-        """A listed record's folder. What is not listed yet, or leads elsewhere by now, has none, whatever its name says."""
+        """A listed record's folder; None if it is not listed yet, or has become a link."""
         if not self.knows(id):
             return None
         path = ConfinedPath(self.root if id == "." else self.root / id, self.root)
@@ -245,7 +245,7 @@ class _Folder:
     def look(self) -> tuple[bool, set[str] | None]:
         """Whether its files changed; and the folders in it, or None where names are as they were."""
         about, first = os.lstat(self.path), self.mtime_ns < 0
-        if not stat.S_ISDIR(about.st_mode):  # a link has taken its place
+        if not stat.S_ISDIR(about.st_mode):  # it was replaced by a link
             raise NotADirectoryError(self.path)
         if about.st_mtime_ns == self.mtime_ns and self._settled:
             found, names = _marks(self.path, [mark[0] for mark in self.marks]), None
@@ -284,5 +284,5 @@ def _leads_elsewhere(record: Path, names: list[str], root: Path) -> str:
                 return f"not read: {name} is a link that leads out of the board's folder"
             about = os.stat(path)
         if not stat.S_ISREG(about.st_mode):
-            return f"not read: {name} is no ordinary file"
+            return f"not read: {name} is not a regular file"
     return ""

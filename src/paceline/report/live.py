@@ -75,7 +75,7 @@ class Live:
     async def find(self, ids: Sequence[str]) -> list[ConfinedPath]:
         """The folders of those of these records that are listed."""
         paths = [await aside(self._listing.path, id) for id in ids]
-        if None in paths:  # perhaps nobody has looked until now
+        if None in paths:  # the folder may not have been scanned yet
             await self._look(0, everything=True)
             paths = [await aside(self._listing.path, id) for id in ids]
         return [path for path in paths if path is not None]
@@ -115,7 +115,7 @@ class Live:
 
     async def _appended(self) -> list["_Rows | str"]:
         """New rows of the records somebody follows, or the id alone where the record must be read anew."""
-        # Not those that a browser is about to get for the first time: it would get them twice.
+        # Skip records that a browser is about to get for the first time: it would get them twice.
         followed = {id for browser in self._browsers for id in browser.ids if id in browser.followed}
         for gone in self._tails.keys() - followed:
             self._tails.pop(gone)
@@ -140,7 +140,7 @@ class Live:
     async def _follow(self, id: str) -> int:
         """Have a tail on a record; returns where its rows end now."""
         path = await aside(self._listing.path, id)
-        if path is None:  # its tail stays until the watcher has told all who follow it
+        if path is None:  # its tail stays until the watcher has told every follower
             return 0
         tail = await aside(Tail, path)
         if id not in self._tails:

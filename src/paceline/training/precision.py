@@ -11,10 +11,8 @@ import json
 import math
 import os
 import platform
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -24,8 +22,10 @@ from typing import Any, Literal
 import torch
 
 from paceline.config import Config
+from paceline.dist.process import signal_name
 from paceline.dist.world import World
 from paceline.errors import UsageError
+from paceline.files import write_file
 
 _CLEARLY_FASTER = 0.9
 _THREADS = 1  # whatever the run uses: every number of workers must get the same answer
@@ -110,7 +110,7 @@ def run_trial(threads: int, code: str, limit_s: float) -> Trial:
     except OSError as error:
         return Trial(failure=f"could not start: {error.strerror}")
     if child.returncode < 0:
-        name = _signal_name(-child.returncode)
+        name = signal_name(-child.returncode)
         return Trial(crash=name) if name in _FAULTS else Trial(failure=f"was ended by {name}")
     try:
         said = json.loads(child.stdout.strip().splitlines()[-1])
@@ -213,25 +213,11 @@ def _read_cache(name: str) -> Trial | None:
 
 
 def _write_cache(name: str, content: dict[str, Any]) -> None:
-    """Atomically; a folder that cannot be written to is no error."""
+    """A folder that cannot be written to is not an error."""
     with suppress(OSError, RuntimeError):
         folder = _cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=folder, suffix=".part")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(content, file, indent=1)
-            os.replace(part, folder / f"{name}.json")
-        except OSError:
-            os.unlink(part)
-            raise
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        write_file(folder / f"{name}.json", json.dumps(content, indent=1))
 
 
 # No core file, not even through a pipe to a crash handler (PR_SET_DUMPABLE); and it ends itself should its parent be killed.

@@ -152,16 +152,24 @@ def _import(where: str) -> ModuleType:
         return importlib.import_module(where)
     path = Path(where).resolve()
     _make_importable(str(path.parent))  # a task file may import its neighbors
-    if path.stem in sys.modules and getattr(sys.modules[path.stem], "__file__", None) == str(path):
-        return sys.modules[path.stem]
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = path.stem
+    while name in sys.stdlib_module_names or (name in sys.modules and not _is_from(path, sys.modules[name])):
+        name = f"paceline_task_{name}"  # a file called queue.py must not replace the standard library's queue
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # so that DataLoader's processes find the user's classes again
+    sys.modules[name] = module  # so that DataLoader's processes, which are forks, find the user's classes
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[path.stem]  # or the next try would get the half that ran
+        if sys.modules.get(name) is module:
+            del sys.modules[name]  # or the next try would get the half that ran
         raise
     return module
+
+
+def _is_from(path: Path, module: ModuleType) -> bool:
+    return getattr(module, "__file__", None) == str(path)

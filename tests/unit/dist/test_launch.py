@@ -331,6 +331,43 @@ def test_what_a_worker_has_started_ends_before_the_next_attempt(worker, tmp_path
     assert (tmp_path / "left").exists()
 
 
+LEAVES_AN_UPLOADER = """
+if rank == 0 and not os.fork():
+    signal.signal(signal.SIGTERM, {on_term})
+    (here / "child").write_text(str(os.getpid()))
+    {then}
+    (here / "uploaded").touch()
+    os._exit(0)
+if rank == 0:
+    wait_for(here / "child")
+"""
+
+
+def test_what_a_worker_left_behind_may_finish_after_success(worker, tmp_path, monkeypatch):
+    """A tracker's uploader: it is still busy when the launcher has seen that the workers ended."""
+    monkeypatch.setattr(module, "_LEFT_S", 30.0)
+    wait = "while os.getppid() == worker_pid:\n        time.sleep(0.01)\n    time.sleep(1)"
+    worker("worker_pid = os.getpid()\n" + LEAVES_AN_UPLOADER.format(on_term="signal.SIG_DFL", then=wait))
+    with soon():
+        assert launch(["train"], Config(workers=2)).exit_code == 0
+    assert (tmp_path / "uploaded").exists()
+
+
+def test_what_a_worker_left_behind_is_terminated_first(worker, tmp_path):
+    worker(LEAVES_AN_UPLOADER.format(on_term="lambda *_: ((here / 'uploaded').touch(), os._exit(0))", then="time.sleep(100)"))
+    with soon():
+        assert launch(["train"], Config(workers=2)).exit_code == 0
+    assert (tmp_path / "uploaded").exists()
+
+
+def test_what_a_worker_left_behind_is_killed_at_last(worker, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LEFT_S", 0.1)
+    worker(LEAVES_AN_UPLOADER.format(on_term="signal.SIG_IGN", then="time.sleep(100)"))
+    with soon():
+        assert launch(["train"], Config(workers=2)).exit_code == 0
+    wait_for(lambda: not alive(int((tmp_path / "child").read_text())), 10, lambda: "the child still runs")
+
+
 def test_nothing_is_left_in_the_temporary_folder(worker, tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
@@ -414,12 +451,22 @@ def test_nodes_meet_at_the_master(monkeypatch):
     assert (meeting.host, meeting.port) == ("node0", 29500)
 
 
-@pytest.mark.parametrize("rendezvous", ["", "node0", "node0:", ":29500", "node0:http"])
+@pytest.mark.parametrize("rendezvous", ["", "node0", "node0:", ":29500", "node0:http", "node0:\u00b2"])
 def test_nodes_that_do_not_know_where_to_meet(rendezvous, monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(UsageError, match="--nodes 2 needs to know where node 0 is: give --rendezvous HOST:PORT"):
         _meeting(Config(nodes=2, rendezvous=rendezvous))
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999", "184467440737095516150"])
+def test_nodes_meet_at_a_port_that_exists(port, monkeypatch):
+    with pytest.raises(UsageError, match=f"^--rendezvous node0:{port}: a port is a number from 1 to 65535$"):
+        _meeting(Config(nodes=2, rendezvous=f"node0:{port}"))
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(UsageError, match=f"^MASTER_PORT is {port}: a port is a number from 1 to 65535$"):
+        _meeting(Config(nodes=2))
 
 
 def test_a_worker_without_its_launcher_ends_at_once(reports, monkeypatch):

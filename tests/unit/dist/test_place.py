@@ -170,6 +170,9 @@ def test_meeting_point_on_one_node_is_this_machine():
 def test_meeting_point_needs_a_number_for_a_port():
     with pytest.raises(UsageError, match="MASTER_PORT is 'abc'"):
         meeting_point(Place(), {"MASTER_PORT": "abc"})
+    for port in ("0", "-1", "65536"):
+        with pytest.raises(UsageError, match=f"^MASTER_PORT is {port}: a port is a number from 1 to 65535$"):
+            meeting_point(Place(), {"MASTER_PORT": port})
 
 
 def test_mpirun_over_nodes_must_say_where_rank_0_is():

@@ -234,16 +234,16 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trial], list[int]]:
 
 
 @pytest.mark.parametrize("found", [Trial(ratio=0.5), Trial(crash="SIGILL")])
-def test_an_answer_is_kept(
-    found: Trial, counted: Callable[[Trial], list[int]], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_is_kept(found: Trial, counted: Callable[[Trial], list[int]], cache: Path, tmp_path: Path) -> None:
     trials = counted(found)
     assert [try_bf16(1), try_bf16(1)] == [found, found]
     assert len(trials) == 1
     precision._known.clear()  # as in another process
     assert try_bf16(1) == found
     assert len(trials) == 1
-    assert [path.suffix for path in cache.iterdir()] == [".json"]
+    (file,) = cache.iterdir()
+    (tmp_path / "plain").touch()
+    assert (file.suffix, file.stat().st_mode) == (".json", (tmp_path / "plain").stat().st_mode)
     assert try_bf16(1, again=True) == found
     assert len(trials) == 2
 

@@ -1,6 +1,7 @@
 """From a name to a Task and its Config: built-in names, files, modules, and what does not fit together."""
 
 import os
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,10 +34,13 @@ def other():
 def folder(runs: Path) -> Iterator[Path]:
     """An empty folder to write task files to; what they import is forgotten."""
     path = list(sys.path)
+    modules = dict(sys.modules)
     yield runs.parent
     sys.path[:] = path
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("my_task", "neighbour_task", "package_task")]:
+    ours = ("my_task", "neighbour_task", "package_task")
+    for name in [name for name in sys.modules if name.partition(".")[0] in ours or name.startswith("paceline_task_")]:
         del sys.modules[name]
+    sys.modules.update(modules)
 
 
 def make_task(**fields) -> Task:
@@ -128,6 +132,22 @@ def test_two_files_of_one_name_are_two_tasks(folder):
         (folder / sub).mkdir()
         (folder / sub / "my_task.py").write_text(TASK_FILE.replace('"mine"', f'"{sub}"'))
     assert [tasks.resolve(f"{sub}/my_task.py", {})[0].name for sub in ("a", "b")] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["queue", "tempfile", "torch", "sched"])
+def test_a_file_named_like_another_module_replaces_nothing(folder, name):
+    """torch's DataLoader imports queue and tempfile later; sched is a standard module that nobody has loaded."""
+    before = sys.modules.get(name)
+    (folder / f"{name}.py").write_text(f"{TASK_FILE}\nclass Mine:\n    pass\n\ndef mine():\n    return Mine()\n")
+    assert tasks.resolve(f"{name}.py", {})[0].name == "mine"
+    assert sys.modules.get(name) is before
+    made = tasks._import(f"{name}.py").mine()
+    assert type(pickle.loads(pickle.dumps(made))) is type(made)  # loader processes find the class by its module's name
+    (folder / "sub").mkdir()
+    (folder / "sub" / f"{name}.py").write_text("broken")
+    with pytest.raises(UsageError, match="raised NameError: name 'broken' is not defined"):
+        tasks.resolve(f"sub/{name}.py", {})
+    assert sys.modules.get(name) is before
 
 
 def test_an_unknown_task_names_the_nearest_and_the_other_ways(folder):
