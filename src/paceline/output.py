@@ -8,12 +8,17 @@ from typing import TextIO
 
 def say(text: str, end: str = "\n") -> bool:
     """Print to stdout at once. False if it could not be printed."""
+    return try_say(text, end) is None
+
+
+def try_say(text: str, end: str = "\n") -> Exception | None:
+    """Print to stdout at once; return the error if it could not be printed."""
     return _print(sys.stdout, text + end)
 
 
 def warn(text: str) -> bool:
     """Print a line to stderr at once. False if it could not be printed."""
-    return _print(sys.stderr, text + "\n")
+    return _print(sys.stderr, text + "\n") is None
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -47,13 +52,13 @@ def close_output() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _print(stream: TextIO | None, text: str) -> bool:
+def _print(stream: TextIO | None, text: str) -> Exception | None:
     if stream is None:
-        return False
+        return ValueError("closed")
     try:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
-    except (OSError, ValueError, RuntimeError):  # closed since; or printed by a signal handler while a print is under way
-        return False
-    return True
+    except (OSError, ValueError, RuntimeError) as error:  # closed since; or printed by a signal handler during another print
+        return error
+    return None

@@ -87,12 +87,11 @@ class Record:
         """Say that the run goes on from this step: the rows after it are done again, and leave the course's CSV."""
         with _explained(self.path):
             (self.path / "result.json").unlink(missing_ok=True)
+        epochs = [row for row in read_metrics(self.path) if row["kind"] == "epoch"]
         self.row({"kind": "resume", "step": step, **about})
-        kept = [_csv_line(row) for row in read_metrics(self.path) if row["kind"] == "epoch"]
-        self._csv.close()
-        self.write("course.csv", _CSV_HEADER + "".join(kept))
         with _explained(self.path):
-            self._csv = _Log((self.path / "course.csv").open("ab", buffering=0))
+            self._csv.file.truncate(0)  # in place: on a full disk there is no room for a second file, and the lines wait
+            self._csv.append(_CSV_HEADER + "".join(_csv_line(row) for row in epochs if not _done_again(row, step)))
 
     def discard(self) -> None:
         """Remove the folder: a disk too full to begin leaves no half of a record."""
@@ -104,7 +103,7 @@ class Record:
             path.write_text(text, encoding="utf-8")
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Append a row to metrics.jsonl. On a full disk it waits in memory for the next: perhaps a checkpoint is in the way."""
+        """Append a row to metrics.jsonl. On a full disk, keep the row in memory and retry with the next one."""
         with _explained(self.path):
             self._metrics.append(json.dumps(_plain(row)) + "\n")
 
@@ -145,7 +144,9 @@ class _Log:
         return self._dropped + self._held.count("\n")
 
     def append(self, text: str) -> None:
-        """Append and hand over to the system: a line is there whole or not at all, whatever happens next."""
+        """Append and hand over to the system: a line is there whole or not at all. Ignored once the log is closed."""
+        if self.file.closed:  # stdout may break after the record is finished, and the note about it comes too late
+            return
         self._held += text
         end, left = os.fstat(self.file.fileno()).st_size, self._held.encode()
         try:
@@ -183,7 +184,7 @@ def close_cut_short(path: Path, status: str, why: str) -> None:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """A record's rows as one run would have left them: what a resumed run did again is there once, as it was done last.
 
-    Lines that are no rows are left out (`count_odd_lines` says how many there are).
+    Lines that are not valid rows are skipped (`count_odd_lines` says how many there are).
     """
     rows: list[dict[str, Any]] = []
     for row in filter(None, map(_parse_row, _lines(path))):

@@ -246,7 +246,7 @@ def _observers(config: Config, task: Task, given: str, record: Record, here: Wor
     # srun and mpirun may give their tasks a terminal of their own even where what they pass on goes to a file.
     terminal = is_terminal(sys.stdout) and here.launcher not in ("srun", "mpirun")
     recorder = Recorder(record, config, given)
-    observers: list[Observer] = [recorder, Printer(task.unit, terminal, recorder.say)]
+    observers: list[Observer] = [recorder, Printer(task.unit, terminal, recorder.note)]
     if config.tracker == "tensorboard":
-        observers.append(TensorBoard(str(record.path), recorder.say))
+        observers.append(TensorBoard(str(record.path), recorder.note))
     return observers
