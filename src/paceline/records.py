@@ -87,11 +87,14 @@ class Record:
         """Say that the run goes on from this step: the rows after it are done again, and leave the course's CSV."""
         with _explained(self.path):
             (self.path / "result.json").unlink(missing_ok=True)
-        epochs = [row for row in read_metrics(self.path) if row["kind"] == "epoch"]
+        rows = read_metrics(self.path)
         self.row({"kind": "resume", "step": step, **about})
+        if not rows and (self.path / "course.csv").stat().st_size:
+            return  # metrics.jsonl was lost: keep the lines, which cannot be made again
+        epochs = [row for row in rows if row["kind"] == "epoch" and not _done_again(row, step)]
         with _explained(self.path):
             self._csv.file.truncate(0)  # in place: on a full disk there is no room for a second file, and the lines wait
-            self._csv.append(_CSV_HEADER + "".join(_csv_line(row) for row in epochs if not _done_again(row, step)))
+            self._csv.append(_CSV_HEADER + "".join(map(_csv_line, epochs)))
 
     def discard(self) -> None:
         """Remove the folder: a disk too full to begin leaves no half of a record."""
@@ -237,13 +240,13 @@ def find_record(name: str, runs_dir: str) -> Path:
 def find_unfinished(runs_dir: Path, task: str) -> tuple[Path | None, list[Path]]:
     """The newest record of this task that can go on, and newer ones that cannot because a run is writing to them."""
     found: list[tuple[float, Path, bool]] = []
-    for metrics in runs_dir.glob("*/metrics.jsonl"):
-        path = metrics.parent
+    for file in runs_dir.glob("*/environment.json"):
+        path, metrics = file.parent, file.with_name("metrics.jsonl")
         try:
-            about = json.loads((path / "environment.json").read_bytes())
-            ours = isinstance(about, dict) and about.get("task") == task and metrics.is_file()
-            if ours and not _ended(path):
-                found.append((metrics.stat().st_mtime, path, _in_use(metrics)))
+            about, rows = json.loads(file.read_bytes()), metrics.is_file()
+            ours = isinstance(about, dict) and about.get("task") == task
+            if ours and (rows or (path / "checkpoints").is_dir()) and not _ended(path):
+                found.append(((metrics if rows else path).stat().st_mtime, path, rows and _in_use(metrics)))
         except (OSError, ValueError, RecursionError):  # no record of ours
             continue
     found.sort(reverse=True)
@@ -311,10 +314,7 @@ def _csv_line(row: Mapping[str, Any]) -> str:
 
 
 def _lock(file: FileIO) -> bool:
-    """Take the record, until this process ends. True also where the file system knows no locks.
-
-    Waits a little: a run that was just killed may still be ending.
-    """
+    """Take the record until this process ends; True also without locks. Waits a little for a run that is still ending."""
     end = time.monotonic() + _LOCK_PATIENCE_S
     while not _try_lock(file, fcntl.LOCK_EX):
         if time.monotonic() > end:

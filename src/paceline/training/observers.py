@@ -14,7 +14,7 @@ from paceline.config import Config
 from paceline.errors import PacelineError, RecordError, UsageError
 from paceline.output import try_say, warn
 from paceline.records import Record, environment
-from paceline.toml import to_toml
+from paceline.toml import read_toml, to_toml
 from paceline.training.contract import Contract
 from paceline.training.health import describe, judge
 from paceline.training.timeline import describe_timeline
@@ -109,7 +109,10 @@ class Recorder:
             raise
 
     def _describe(self, contract: Contract) -> None:
-        """Write config.toml and environment.json, unless they are there: a run may have been killed before it wrote them."""
+        """Write config.toml and environment.json unless they exist: a run may have been killed before it wrote them.
+
+        A damaged config.toml is replaced.
+        """
         # The numbers that were left to follow from the world are written out, so that the recipe repeats this run elsewhere.
         resolved = replace(
             self._config,
@@ -118,7 +121,9 @@ class Recorder:
             global_batch=contract.global_batch,
             resume="",
         )
-        if not (self._record.path / "config.toml").exists():
+        try:
+            read_toml(self._record.path / "config.toml", "config.toml")
+        except UsageError:
             self._record.write("config.toml", f"# paceline train {contract.task} --recipe THIS_FILE\n{to_toml(resolved)}")
         if not (self._record.path / "environment.json").exists():
             about = {**environment(), "task": self._task, "contract": contract.as_dict()}
