@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import os
 import sys
 import time
 import traceback
@@ -20,7 +19,7 @@ from paceline.dist.reports import headline, is_lost_contact, report_done, report
 from paceline.dist.watch import claim_process
 from paceline.errors import PacelineError, Stopped, UsageError, printable, refuse_exit, unknown
 from paceline.loading import pause_collector
-from paceline.output import close_output, is_terminal, open_output, warn
+from paceline.output import close_output, is_terminal, open_output, reader_is_gone, warn
 from paceline.toml import read_recipe
 
 _EXAMPLES = """examples:
@@ -42,11 +41,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
     0 done, 1 failed, 2 the user's mistake, 3 diverged, 130 stopped by Ctrl-C, 143 stopped by SIGTERM or SIGHUP.
     """
-    open_output()
+    argv = sys.argv[1:] if argv is None else argv
+    open_output(protected=list(argv[:1]) == ["train"])
     claim_process()
     start_as_worker()
     pause_collector()
-    code = run(sys.argv[1:] if argv is None else argv)
+    code = run(argv)
     close_output()
     if code == 0:
         report_done()
@@ -57,17 +57,19 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def run(argv: Sequence[str]) -> int:
     """The exit code of a command line. Errors become one line, or a traceback where they are nobody's mistake but ours."""
+    verb = ""
     try:
         args = _parse(argv)
+        verb = args.verb
         with refuse_exit():  # argparse's own exits, such as --help, are above
             return _verb(args)
     except KeyboardInterrupt:
         # On a terminal, over what is left of a progress line.
         warn(("\r\x1b[K" if is_terminal(sys.stderr) else "") + "paceline: interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError as error:
+        # `train` never sees its own stdout break: there the error is the task's.
+        return 1 if verb != "train" and reader_is_gone() else _explain(error)
     except Exception as error:
         return _explain(error)
 

@@ -1,19 +1,26 @@
 """Print without failing: a reader that went away, a full disk or a closed stream must not end a run."""
 
+import io
 import os
+import select
 import sys
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 
 def say(text: str, end: str = "\n") -> bool:
     """Print to stdout at once. False if it could not be printed."""
+    return try_say(text, end) is None
+
+
+def try_say(text: str, end: str = "\n") -> Exception | None:
+    """Print to stdout at once; return the error if it could not be printed."""
     return _print(sys.stdout, text + end)
 
 
 def warn(text: str) -> bool:
     """Print a line to stderr at once. False if it could not be printed."""
-    return _print(sys.stderr, text + "\n")
+    return _print(sys.stderr, text + "\n") is None
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -24,8 +31,21 @@ def is_terminal(stream: TextIO | None) -> bool:
         return False
 
 
-def open_output() -> None:
-    """Point streams that were closed before Python started (`>&-`) to nowhere, so that no file takes their number."""
+def reader_is_gone() -> bool:
+    """Whether stdout is a pipe, socket or terminal whose other end was closed."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)  # POLLHUP and POLLERR are reported anyway
+        return bool(poll.poll(0))
+    except (AttributeError, OSError, ValueError):  # closed, or not a file
+        return False
+
+
+def open_output(protected: bool) -> None:
+    """Point streams that were closed before Python started (`>&-`) to nowhere, so that no file takes their number.
+
+    With `protected`, neither our prints nor those of user code can fail from here on.
+    """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -34,6 +54,9 @@ def open_output() -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w", closefd=False))
+        stream = protect(getattr(sys, name)) if protected else None
+        if stream is not None:
+            setattr(sys, name, stream)
 
 
 def close_output() -> None:
@@ -47,13 +70,64 @@ def close_output() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _print(stream: TextIO | None, text: str) -> bool:
+class Protected(io.TextIOWrapper):
+    """A text stream that drops everything after the first write that failed."""
+
+    sink: "_Sink"
+
+    @property
+    def error(self) -> OSError | None:
+        """Why writes are dropped; None while they succeed."""
+        return self.sink.error
+
+
+def protect(stream: TextIO | None) -> Protected | None:
+    """A stream to the same file that never raises; None if there is no file. The old one must not be written to any more."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return None
+    try:
+        sink = _Sink(stream.fileno(), "w", closefd=False)
+    except (OSError, ValueError):
+        return None
+    with suppress(OSError):
+        stream.flush()
+    unbuffered = stream.write_through  # PYTHONUNBUFFERED
+    new = Protected(
+        sink if unbuffered else io.BufferedWriter(sink),
+        encoding=stream.encoding,
+        errors="backslashreplace" if stream.errors == "strict" else stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=unbuffered,
+    )
+    new.sink = sink
+    return new
+
+
+class _Sink(io.FileIO):
+    """A file that accepts everything. Below the buffers, so that `sys.stdout.buffer` and the flush at exit are covered too."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        while self.error is None:
+            try:
+                written = super().write(data)
+            except OSError as error:
+                self.error = error
+                break
+            if written is not None:
+                return written
+            select.select((), (self,), ())  # somebody made it non-blocking, and it is full
+        return memoryview(data).nbytes
+
+
+def _print(stream: TextIO | None, text: str) -> Exception | None:
     if stream is None:
-        return False
+        return ValueError("closed")
     try:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
-    except (OSError, ValueError, RuntimeError):  # closed since; or printed by a signal handler while a print is under way
-        return False
-    return True
+    except (OSError, ValueError, RuntimeError) as error:  # closed since; or printed by a signal handler during another print
+        return error
+    return stream.error if isinstance(stream, Protected) else None

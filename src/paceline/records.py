@@ -87,12 +87,14 @@ class Record:
         """Say that the run goes on from this step: the rows after it are done again, and leave the course's CSV."""
         with _explained(self.path):
             (self.path / "result.json").unlink(missing_ok=True)
+        rows = read_metrics(self.path)
         self.row({"kind": "resume", "step": step, **about})
-        kept = [_csv_line(row) for row in read_metrics(self.path) if row["kind"] == "epoch"]
-        self._csv.close()
-        self.write("course.csv", _CSV_HEADER + "".join(kept))
+        if not rows and (self.path / "course.csv").stat().st_size:
+            return  # metrics.jsonl was lost: keep the lines, which cannot be made again
+        epochs = [row for row in rows if row["kind"] == "epoch" and not _done_again(row, step)]
         with _explained(self.path):
-            self._csv = _Log((self.path / "course.csv").open("ab", buffering=0))
+            self._csv.file.truncate(0)  # in place: on a full disk there is no room for a second file, and the lines wait
+            self._csv.append(_CSV_HEADER + "".join(map(_csv_line, epochs)))
 
     def discard(self) -> None:
         """Remove the folder: a disk too full to begin leaves no half of a record."""
@@ -104,7 +106,7 @@ class Record:
             path.write_text(text, encoding="utf-8")
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Append a row to metrics.jsonl. On a full disk it waits in memory for the next: perhaps a checkpoint is in the way."""
+        """Append a row to metrics.jsonl. On a full disk, keep the row in memory and retry with the next one."""
         with _explained(self.path):
             self._metrics.append(json.dumps(_plain(row)) + "\n")
 
@@ -145,7 +147,9 @@ class _Log:
         return self._dropped + self._held.count("\n")
 
     def append(self, text: str) -> None:
-        """Append and hand over to the system: a line is there whole or not at all, whatever happens next."""
+        """Append and hand over to the system: a line is there whole or not at all. Ignored once the log is closed."""
+        if self.file.closed:  # stdout may break after the record is finished, and the note about it comes too late
+            return
         self._held += text
         end, left = os.fstat(self.file.fileno()).st_size, self._held.encode()
         try:
@@ -183,7 +187,7 @@ def close_cut_short(path: Path, status: str, why: str) -> None:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """A record's rows as one run would have left them: what a resumed run did again is there once, as it was done last.
 
-    Lines that are no rows are left out (`count_odd_lines` says how many there are).
+    Lines that are not valid rows are skipped (`count_odd_lines` says how many there are).
     """
     rows: list[dict[str, Any]] = []
     for row in filter(None, map(_parse_row, _lines(path))):
@@ -236,13 +240,13 @@ def find_record(name: str, runs_dir: str) -> Path:
 def find_unfinished(runs_dir: Path, task: str) -> tuple[Path | None, list[Path]]:
     """The newest record of this task that can go on, and newer ones that cannot because a run is writing to them."""
     found: list[tuple[float, Path, bool]] = []
-    for metrics in runs_dir.glob("*/metrics.jsonl"):
-        path = metrics.parent
+    for file in runs_dir.glob("*/environment.json"):
+        path, metrics = file.parent, file.with_name("metrics.jsonl")
         try:
-            about = json.loads((path / "environment.json").read_bytes())
-            ours = isinstance(about, dict) and about.get("task") == task and metrics.is_file()
-            if ours and not _ended(path):
-                found.append((metrics.stat().st_mtime, path, _in_use(metrics)))
+            about, rows = json.loads(file.read_bytes()), metrics.is_file()
+            ours = isinstance(about, dict) and about.get("task") == task
+            if ours and (rows or (path / "checkpoints").is_dir()) and not _ended(path):
+                found.append(((metrics if rows else path).stat().st_mtime, path, rows and _in_use(metrics)))
         except (OSError, ValueError, RecursionError):  # no record of ours
             continue
     found.sort(reverse=True)
@@ -310,10 +314,7 @@ def _csv_line(row: Mapping[str, Any]) -> str:
 
 
 def _lock(file: FileIO) -> bool:
-    """Take the record, until this process ends. True also where the file system knows no locks.
-
-    Waits a little: a run that was just killed may still be ending.
-    """
+    """Take the record until this process ends; True also without locks. Waits a little for a run that is still ending."""
     end = time.monotonic() + _LOCK_PATIENCE_S
     while not _try_lock(file, fcntl.LOCK_EX):
         if time.monotonic() > end:

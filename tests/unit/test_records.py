@@ -221,6 +221,15 @@ def test_a_row_that_does_not_fit_waits_for_the_next(record):
     assert read_result(record.path) == {"status": "done", "lost_rows": 1}
 
 
+def test_rows_after_the_end_are_ignored(record):
+    record.row({"step": 1})
+    record.finish({"status": "done"})
+    record.row({"step": 2})
+    record.course_row({"time_s": 1.0, "val_accuracy": 0.5})
+    assert rows(record.path) == [{"step": 1}]
+    assert read_result(record.path) == {"status": "done"}
+
+
 def test_a_full_disk_costs_rows_and_not_the_run(disk, monkeypatch):
     monkeypatch.setattr(records, "_MOST_HELD", 1000)  # three of the rows below
     record = Record(str(disk.folder), "x")
@@ -286,8 +295,6 @@ def test_finish_writes_the_result_last(record):
     record.write("config.toml", "")
     record.finish({"status": "done"})
     assert read_result(record.path) == {"status": "done"}
-    with pytest.raises(ValueError, match="closed"):
-        record.row({"step": 2})
 
 
 def test_a_record_of_a_dead_worker_is_closed(record):
@@ -372,6 +379,23 @@ def test_records_need_no_torch():
 
 def row(step: int, kind: str = "step", **more: Any) -> dict[str, Any]:
     return {"kind": kind, "step": step, **more}
+
+
+def test_a_record_is_resumed_on_a_full_disk(record, monkeypatch):
+    epochs = [{"kind": "epoch", "step": step, "time_s": float(step), "val_accuracy": 0.5} for step in (3, 6)]
+    for row in epochs:
+        record.row(row)
+        record.course_row(row)
+    for log in (record._metrics, record._csv):
+        log.file = Full(log.file, room=0)
+    monkeypatch.setattr(Path, "write_text", no_space)
+    record.resume(4, {})
+    for log in (record._metrics, record._csv):
+        log.file.room = 1000
+    record.row(epochs[1])
+    record.course_row(epochs[1])
+    assert (record.path / "course.csv").read_text() == "time,val_accuracy\n3.000,0.5000\n6.000,0.5000\n"
+    assert [row["kind"] for row in records.read_metrics(record.path)] == ["epoch", "resume", "epoch"]
 
 
 def test_a_resumed_record_reads_as_if_nothing_had_happened(record: Record) -> None:

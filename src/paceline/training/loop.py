@@ -4,16 +4,18 @@ longer finite."""
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.dist.agree import check_agreement
+from paceline.dist.reports import headline
 from paceline.dist.watch import Watch
-from paceline.errors import Diverged, PacelineError, Stopped, UsageError, refuse_exit
+from paceline.errors import Diverged, PacelineError, RecordError, Stopped, UsageError, refuse_exit
 from paceline.training import fast
 from paceline.training.build import Run
 from paceline.training.carrier import Meter
@@ -49,7 +51,7 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
             run.step.captured = None  # NCCL does not end while a graph lives that holds some of its work
         except BaseException as error:
             status = {Diverged: "diverged", KeyboardInterrupt: "interrupted", Stopped: "interrupted"}.get(type(error), "failed")
-            result = replace(progress.result, status=status, why=str(error) or type(error).__name__)
+            result = replace(progress.result, status=status, why=_why(error))
             for observer in observers:
                 with suppress(PacelineError):  # a full disk must not hide what happened
                     observer.end(result, None)
@@ -60,6 +62,13 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
     for observer in observers:
         observer.end(progress.result, run.step.model)
     return progress.result
+
+
+def _why(error: BaseException) -> str:
+    """What the result says about an error: our own text, else one line. A loader error's text is a whole traceback."""
+    if isinstance(error, PacelineError):
+        return str(error)
+    return headline(error) if str(error) else type(error).__name__
 
 
 def model_sha256(model: nn.Module) -> str:
@@ -193,13 +202,20 @@ class _Fit:
         about = {"step": progress.step, "epoch": epoch + 1, "time_s": progress.train_time_s + time.perf_counter() - begin}
         health = self.health.look(timed, samples)
         timeline = self.profile.after(progress.step, timed) if self.profile is not None else None
-        for observer in self.observers:
-            if health is not None:
+        if health is not None:
+            for observer in self.observers:
                 observer.health({**about, **health})
-            if timeline is not None:
-                observer.timeline(timeline)
+        if timeline is not None:
+            self._show(timeline)
         if health is not None:
             self.health.start(samples)  # what looking and telling took is no part of the next steps
+
+    def _show(self, timeline: Mapping[str, Any]) -> None:
+        try:
+            for observer in self.observers:  # the recorder is first, so nobody mentions a file that could not be written
+                observer.timeline(timeline)
+        except RecordError as error:
+            self._say(f"the timeline is left out: {error}")
 
     def _steps(self, epoch: int) -> int:
         """Steps of an epoch, of which the run's last may be cut short; 0 or less after it."""
@@ -256,7 +272,7 @@ class _Fit:
             raise Stopped(f"stopped by {why} after step {step}; {written}", why)
 
     def _most_loss(self) -> float:
-        """The largest validation loss that is no divergence."""
+        """Validation losses above this count as divergence."""
         usual, last = max(1.0, abs(self.progress.first_loss or 0.0)), self.progress.last_loss or 0.0
         return usual * (EXPLODED if last > EXPLODED * usual else HOPELESS)
 

@@ -1,8 +1,10 @@
 """Who watches a run: the printer, the recorder, a tracker. The loop calls them on rank 0 and knows nothing else about them."""
 
+import errno
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Protocol, cast
 
@@ -10,9 +12,9 @@ from torch import nn
 
 from paceline.config import Config
 from paceline.errors import PacelineError, RecordError, UsageError
-from paceline.output import say
+from paceline.output import try_say, warn
 from paceline.records import Record, environment
-from paceline.toml import to_toml
+from paceline.toml import read_toml, to_toml
 from paceline.training.contract import Contract
 from paceline.training.health import describe, judge
 from paceline.training.timeline import describe_timeline
@@ -107,7 +109,10 @@ class Recorder:
             raise
 
     def _describe(self, contract: Contract) -> None:
-        """Write config.toml and environment.json, unless they are there: a run may have been killed before it wrote them."""
+        """Write config.toml and environment.json unless they exist: a run may have been killed before it wrote them.
+
+        A damaged config.toml is replaced.
+        """
         # The numbers that were left to follow from the world are written out, so that the recipe repeats this run elsewhere.
         resolved = replace(
             self._config,
@@ -116,7 +121,9 @@ class Recorder:
             global_batch=contract.global_batch,
             resume="",
         )
-        if not (self._record.path / "config.toml").exists():
+        try:
+            read_toml(self._record.path / "config.toml", "config.toml")
+        except UsageError:
             self._record.write("config.toml", f"# paceline train {contract.task} --recipe THIS_FILE\n{to_toml(resolved)}")
         if not (self._record.path / "environment.json").exists():
             about = {**environment(), "task": self._task, "contract": contract.as_dict()}
@@ -124,6 +131,11 @@ class Recorder:
 
     def say(self, text: str) -> None:
         self._record.row({"kind": "note", "text": text})
+
+    def note(self, text: str) -> None:
+        """Like `say`, but ignore failures: for other observers to report that they have stopped."""
+        with suppress(RecordError):
+            self.say(text)
 
     def step(self, row: Row) -> None:
         self._record.row({"kind": "step", **row})
@@ -171,7 +183,7 @@ class Printer:
     def __init__(self, unit: str, terminal: bool, lost: Callable[[str], None] = lambda text: None) -> None:
         self._unit, self._terminal = unit, terminal
         self._lost, self._silent = lost, False
-        """Who is told when nothing can be printed any more; whether that is so."""
+        """Called once when printing fails; whether it has failed."""
         self._total = self._per_epoch = self._workers = 1
         self._record = ""
         self._told: tuple[str, ...] | None = None
@@ -252,8 +264,12 @@ class Printer:
 
     def _print(self, text: str, end: str = "\n") -> None:
         """Print; after the first failure be silent. Whoever reads the output may go away, and the run goes on."""
-        if not self._silent and not say(text, end):
+        error = None if self._silent else try_say(text, end)
+        if error is not None:
             self._silent = True
+            if isinstance(error, OSError) and error.errno != errno.EPIPE:
+                why = error.strerror or error
+                warn(f"paceline: stdout cannot be written ({why}): training goes on, the record has everything")
             self._lost("the output could not be printed and is left out from here on: its reader is gone, or its disk is full")
 
 
@@ -274,8 +290,12 @@ class TensorBoard:
 
         # What a resumed run does again goes: purge_step hides the old points from there on.
         again = None if contract.resumed_at is None else contract.resumed_at + 1
-        self._writer = SummaryWriter(self._folder, purge_step=again)
-        self._writer.add_text("contract", "\n".join(f"    {what}: {text}" for what, text in contract.lines()))
+        try:
+            self._writer = SummaryWriter(self._folder, purge_step=again)
+        except OSError as error:
+            self._give_up(error)
+        lines = "\n".join(f"    {what}: {text}" for what, text in contract.lines())
+        self._try(lambda writer: writer.add_text("contract", lines))
 
     def say(self, text: str) -> None:
         pass
@@ -306,5 +326,8 @@ class TensorBoard:
             if self._writer is not None:
                 write(self._writer)
         except OSError as error:
-            self._writer = None
-            self._lost(f"the tracker cannot be written and is left out from here on: {error.strerror or error}")
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._writer = None
+        self._lost(f"the tracker cannot be written and is left out from here on: {error.strerror or error}")

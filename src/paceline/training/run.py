@@ -20,7 +20,7 @@ from paceline.errors import PacelineError, RecordError, Stopped, UsageError
 from paceline.loading import load_rest
 from paceline.output import is_terminal, say
 from paceline.records import Record, close_cut_short, count_odd_lines, find_unfinished, read_result
-from paceline.toml import read_recipe
+from paceline.toml import read_recipe, read_toml
 from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.contract import check_parts
@@ -66,6 +66,7 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
     check_workers(place, where.workers)
     if place.launcher != "alone":
         return _train_here(task, options, place)
+    told = None
     if where.resume:
         told = _what_to_resume(task, where, place)
         if "ended" in told:
@@ -77,7 +78,7 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
     if where.global_batch is not None:
         check_divides(where.global_batch, where.virtual_workers or workers)
     if workers == 1 and not where.max_restarts:
-        return _train_here(task, options, place)
+        return _train_here(task, options, place, told)
     if isinstance(task, Task):
         raise UsageError(
             f"{workers} worker(s) cannot be started for a Task object: give its file or module:function, or start this program"
@@ -92,29 +93,38 @@ def find_record(task: str | Task, config: Config) -> Path | None:
     runs = Path(config.runs_dir)
     if config.resume == "auto":
         if config.name:
-            return runs / config.name if (runs / config.name / "metrics.jsonl").exists() else None
+            return runs / config.name if _is_record(runs / config.name) else None
         found, busy = find_unfinished(runs, _spelled(task))
         for path in busy:
             say(f"note: {path} is left alone: another run is writing to it")
         return found
     for path in (Path(config.resume), runs / config.resume):
-        if (path / "metrics.jsonl").exists():
+        if _is_record(path):
             return path
     raise UsageError(f"--resume {config.resume}: there is no record of that name, here or in {runs}")
+
+
+def _is_record(path: Path) -> bool:
+    return any((path / name).exists() for name in ("metrics.jsonl", FOLDER, "config.toml"))
 
 
 def _where(options: Mapping[str, Any]) -> Config:
     return make_config({name: value for name, value in options.items() if name in WHERE})
 
 
-def _ended(record: Path) -> Result | None:
+def _note(text: str, place: Place) -> None:
+    if place.launcher != "paceline":  # there the launcher said it before it started the workers
+        say(f"note: {text}")
+
+
+def _ended(record: Path, place: Place) -> Result | None:
     """The result of a record that came to its end; None for one that can go on."""
     if not (record / "result.json").exists():
         return None
     try:
         found = Result.read(read_result(record))
     except RecordError as error:
-        say(f"note: {error}; the run goes on from its last checkpoint")
+        _note(f"{error}; the run goes on from its last checkpoint", place)
         return None
     if found.status == "diverged":
         raise UsageError(f"--resume: {record} diverged, and would do so again: start a new run with other options")
@@ -126,7 +136,7 @@ def _ended(record: Path) -> Result | None:
                 f"--resume: {record} is done, but its model.safetensors is gone and it has no checkpoint to make it from again:"
                 f" start a new run with --recipe {record / 'config.toml'}"
             )
-        say(f"note: {record} is done, but its model.safetensors is gone: the run goes on from its last checkpoint")
+        _note(f"{record} is done, but its model.safetensors is gone: the run goes on from its last checkpoint", place)
         return None
     say(f"{record} is already done: model {found.model_sha256[:16]}")
     return found
@@ -134,19 +144,25 @@ def _ended(record: Path) -> Result | None:
 
 def _recorded(record: Path, place: Place) -> dict[str, Any]:
     """The options of a record: what a resumed run does unless it is told otherwise."""
-    if not (record / "config.toml").exists():
+    config = record / "config.toml"
+    if not config.exists():
+        return {}
+    try:
+        read_toml(config, str(config))
+    except UsageError as error:
+        _note(f"{error}; give the options that the run was started with", place)
         return {}
     taken = _NOT_RESUMED if place.launcher == "alone" else (*_NOT_RESUMED, "workers")
-    return {name: value for name, value in read_recipe(str(record / "config.toml")).items() if name not in taken}
+    return {name: value for name, value in read_recipe(str(config)).items() if name not in taken}
 
 
-def _train_here(task: str | Task, options: Mapping[str, Any], place: Place) -> Result:
-    """As one worker of whatever world this process is in."""
+def _train_here(task: str | Task, options: Mapping[str, Any], place: Place, told: Mapping[str, Any] | None = None) -> Result:
+    """As one worker of whatever world this process is in. `told` is what to resume, if this process has looked already."""
     given = _spelled(task)
     where = _where(options)
     load_rest()
     with world(where.backend, where.timeout_s + _AFTER_WATCH_S) as here:
-        told = here.share(_what_to_resume(task, where, place, here.recall()) if here.speaks else None)
+        told = here.share((told or _what_to_resume(task, where, place, here.recall())) if here.speaks else None)
         if "ended" in told:
             return Result.read(told["ended"])
         if told["options"].get("precision") and options.get("precision") == "auto":
@@ -177,9 +193,9 @@ def _what_to_resume(task: str | Task, where: Config, place: Place, begun: str = 
         return {"record": "", "options": {}}
     record = Path(begun) if begun else find_record(task, where)
     if record is None:
-        say(f"nothing to resume in {where.runs_dir}: this run starts anew")
+        say(f"nothing to resume in {where.runs_dir}: starting a new run")
         return {"record": "", "options": {}}
-    ended = _ended(record)
+    ended = _ended(record, place)
     return {"ended": vars(ended)} if ended is not None else {"record": str(record), "options": _recorded(record, place)}
 
 
@@ -193,11 +209,13 @@ def _speak(run: Run, task: Task, given: str, old: Path | None, watch: Watch) -> 
     """As rank 0, which prints and writes the record."""
     config = run.config
     name = config.name or f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    lost = old is not None and not (old / "metrics.jsonl").exists()
     record = Record.reopen(old) if old is not None else Record(config.runs_dir, name)
     report_record(Path(run.world.share(str(record.path.resolve()))))
     run.world.note(str(record.path.resolve()))
     odd = count_odd_lines(record.path)
-    notes = (f"{odd} line(s) of {record.path / 'metrics.jsonl'} cannot be read and are left out",) if odd else ()
+    notes = (f"{record.path / 'metrics.jsonl'} is missing: the rows before this resume are lost",) if lost else ()
+    notes += (f"{odd} line(s) of {record.path / 'metrics.jsonl'} cannot be read and are left out",) if odd else ()
     run = replace(run, contract=replace(run.contract, record=str(record.path)), notes=(*notes, *run.notes))
     observers = _observers(config, task, given, record, run.world)
 
@@ -246,7 +264,7 @@ def _observers(config: Config, task: Task, given: str, record: Record, here: Wor
     # srun and mpirun may give their tasks a terminal of their own even where what they pass on goes to a file.
     terminal = is_terminal(sys.stdout) and here.launcher not in ("srun", "mpirun")
     recorder = Recorder(record, config, given)
-    observers: list[Observer] = [recorder, Printer(task.unit, terminal, recorder.say)]
+    observers: list[Observer] = [recorder, Printer(task.unit, terminal, recorder.note)]
     if config.tracker == "tensorboard":
-        observers.append(TensorBoard(str(record.path), recorder.say))
+        observers.append(TensorBoard(str(record.path), recorder.note))
     return observers

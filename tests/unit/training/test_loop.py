@@ -1,6 +1,8 @@
 """The loop and the step: weighting, accumulation, limits, precision, what ends a run."""
 
+import errno
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ from paceline.config import make_config
 from paceline.data.loaders import Arrays
 from paceline.dist.place import Place
 from paceline.dist.world import World, choose_device, world
-from paceline.errors import Diverged, UsageError, WorkersDisagree
-from paceline.records import ROW_FIELDS
+from paceline.errors import Diverged, PacelineError, UsageError, WorkersDisagree
+from paceline.records import ROW_FIELDS, read_metrics, read_result
 from paceline.training.build import Run, build
 from paceline.training.loop import fit, model_sha256
 from paceline.training.run import train
@@ -437,3 +439,45 @@ def test_norms_that_cannot_be_cut(layer: Any, said: str) -> None:
 
 def test_nothing_to_cut_is_said() -> None:
     assert alone(blobs(), norm_part=4).watcher.notes == ["--norm-part 4 changes nothing: the model has no plain batch norm"]
+
+
+def test_a_timeline_that_cannot_be_written_is_left_out_and_ends_no_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Path.write_text
+
+    def full(self: Path, *args: Any, **kwargs: Any) -> int:
+        if "timeline" in self.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert train(blobs(), epochs=3, profile=True, name="x").status == "done"
+    notes = [row["text"] for row in read_metrics(runs / "x") if row["kind"] == "note"]
+    assert [note for note in notes if "timeline" in note] == [
+        "the timeline is left out: cannot write the record in runs/x: No space left on device;"
+        " free some space or choose another --runs-dir"
+    ]
+
+
+class LoaderError(ValueError):
+    """As torch makes of an error in a loader process."""
+
+    def __str__(self) -> str:
+        return "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\nValueError: bad"
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (LoaderError(), "LoaderError: ValueError: bad"),
+        (BrokenPipeError(32, "Broken pipe"), "BrokenPipeError: [Errno 32] Broken pipe"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (PacelineError("one\ntwo"), "one\ntwo"),
+    ],
+)
+def test_the_result_says_in_one_line_why_a_run_failed(runs: Path, error: BaseException, why: str) -> None:
+    def fail(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        raise error
+
+    with pytest.raises(type(error)):
+        train(blobs(objective=fail), name="x")
+    assert read_result(runs / "x")["why"] == why

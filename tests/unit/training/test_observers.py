@@ -300,6 +300,36 @@ def test_a_reader_that_goes_away_ends_no_run(monkeypatch, terminal, error):
     assert "could not be printed" in notes[0]
 
 
+@pytest.mark.parametrize("status", ["done", "failed"])
+def test_a_stdout_that_breaks_after_the_record_is_finished_ends_no_run(record, monkeypatch, status):
+    recorder = Recorder(record, Config(), "mine")
+    printer = Printer("images", False, recorder.note)
+    monkeypatch.setattr(sys, "stdout", Gone(BrokenPipeError(32, "x"), room=0))
+    result = replace(RESULT, status=status)
+    for observer in (recorder, printer):
+        observer.end(result, None)
+    assert read_result(record.path)["status"] == status
+
+
+def test_a_note_that_cannot_be_written_ends_no_run(record, monkeypatch):
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(record._metrics, "append", broken)
+    monkeypatch.setattr(sys, "stdout", Gone(BrokenPipeError(32, "x"), room=0))
+    Printer("images", False, Recorder(record, Config(), "mine").note).say("hello")
+
+
+@pytest.mark.parametrize(("error", "said"), [(OSError(28, "No space left"), True), (BrokenPipeError(32, "x"), False)])
+def test_stderr_says_why_stdout_is_silent_unless_its_reader_left(monkeypatch, capsys, error, said):
+    monkeypatch.setattr(sys, "stdout", Gone(error, room=0))
+    printer = Printer("images", False)
+    printer.say("one")
+    printer.say("two")
+    line = "paceline: stdout cannot be written (No space left): training goes on, the record has everything\n"
+    assert capsys.readouterr().err == (line if said else "")
+
+
 def test_a_closed_stdout_ends_no_run(monkeypatch):
     notes = []
     monkeypatch.setattr(sys, "stdout", None)
@@ -350,3 +380,11 @@ def test_a_tracker_without_room_costs_no_run(tmp_path, monkeypatch):
         board.epoch(EPOCH)
     board.end(RESULT, None)
     assert notes == ["the tracker cannot be written and is left out from here on: No space left on device"]
+
+
+def test_a_tracker_that_cannot_begin_costs_no_run(tmp_path):
+    notes = []
+    (tmp_path / "file").touch()
+    tell(TensorBoard(str(tmp_path / "file"), notes.append))
+    assert len(notes) == 1
+    assert "the tracker cannot be written and is left out from here on" in notes[0]

@@ -19,8 +19,9 @@ from harness.processes import children
 from harness.training import blobs
 from paceline.config import make_config
 from paceline.errors import PacelineError, UsageError
-from paceline.records import read_result
+from paceline.records import read_metrics, read_result
 from paceline.report.page import report_verb
+from paceline.toml import read_recipe
 from paceline.training.run import WorkerFailed, train
 from paceline.training.task import Task
 
@@ -75,7 +76,7 @@ def test_a_task_object_trains_here_only() -> None:
 def test_what_resume_finds_is_said(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("task.py").write_text(TASK)
     first = train("task.py", epochs=1, resume="auto", name="x")
-    assert "nothing to resume in runs: this run starts anew" in capsys.readouterr().out
+    assert "nothing to resume in runs: starting a new run" in capsys.readouterr().out
     again = train("./task.py", resume="auto", name="x")
     assert "runs/x is already done" in capsys.readouterr().out
     assert again == first
@@ -134,6 +135,46 @@ def test_damaged_rows_are_said_and_cost_nothing(runs: Path, capsys: pytest.Captu
     (runs / "x" / "result.json").unlink()
     assert train("task.py", resume="x").model_sha256 == first.model_sha256
     assert "note: 2 line(s) of runs/x/metrics.jsonl cannot be read and are left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("resume", ["x", "runs/x", "auto"])
+def test_a_record_whose_rows_are_gone_goes_on_from_its_checkpoints(runs: Path, capsys: Any, resume: str) -> None:
+    Path("task.py").write_text(TASK)
+    first = train("task.py", epochs=3, name="x", checkpoint_every="3")
+    for name in ("metrics.jsonl", "result.json"):
+        (runs / "x" / name).unlink()
+    (runs / "x" / "course.csv").write_text("time,val_accuracy\n1.0,0.5\n")
+    again = train("task.py", resume=resume)
+    note = "note: runs/x/metrics.jsonl is missing: the rows before this resume are lost"
+    assert capsys.readouterr().out.count(note) == 1
+    assert (again.record, again.model_sha256) == ("runs/x", first.model_sha256)
+    assert [row["kind"] for row in read_metrics(runs / "x")][:2] == ["resume", "note"]
+    assert (runs / "x" / "course.csv").read_text() == "time,val_accuracy\n1.0,0.5\n", "nothing can make its lines again"
+
+
+@pytest.mark.parametrize("content", [b"epochs = = 3", b"\xff", b"epochs = 3\nglobal_ba"])
+def test_a_damaged_config_is_said_once_and_written_again(runs: Path, capsys: Any, content: bytes) -> None:
+    Path("task.py").write_text(TASK)
+    first = train("task.py", epochs=3, name="x", checkpoint_every="3")
+    (runs / "x" / "config.toml").write_bytes(content)
+    (runs / "x" / "result.json").unlink()
+    capsys.readouterr()
+    with pytest.raises(UsageError, match="cannot resume: --epochs was 3, is 10"):
+        train("task.py", resume="x", epochs=10)
+    note = "note: runs/x/config.toml is not valid TOML"
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(note)]
+    assert len(said) == 1
+    assert said[0].endswith("; give the options that the run was started with")
+    assert train("task.py", resume="x", epochs=3).model_sha256 == first.model_sha256
+    assert read_recipe(str(runs / "x" / "config.toml"))["epochs"] == 3
+
+
+def test_a_damaged_result_is_said_once(runs: Path, capsys: Any) -> None:
+    Path("task.py").write_text(TASK)
+    train("task.py", epochs=1, name="x", checkpoint_every="3")
+    (runs / "x" / "result.json").write_text("{")
+    train("task.py", resume="x")
+    assert capsys.readouterr().out.count("has no readable result.json") == 1
 
 
 def test_a_record_in_use_is_named_before_a_new_run_starts(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
