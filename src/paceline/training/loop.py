@@ -112,6 +112,7 @@ class _Fit:
         for epoch in range(progress.epoch, config.epochs):
             first = epoch * run.sampler.steps
             self._train_epoch(epoch, first)
+            run.step.tell_unfrozen()
             samples_per_s = int(run.sampler.step_bounds[progress.step - first]) / progress.epoch_time_s
             progress.train_time_s += progress.epoch_time_s
             run.step.statistics.average(world)

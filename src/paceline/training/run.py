@@ -214,7 +214,9 @@ def _speak(run: Run, task: Task, given: str, old: Path | None, watch: Watch) -> 
     report_record(Path(run.world.share(str(record.path.resolve()))))
     run.world.note(str(record.path.resolve()))
     odd = count_odd_lines(record.path)
-    notes = (f"{record.path / 'metrics.jsonl'} is missing: the rows before this resume are lost",) if lost else ()
+    notes: tuple[str, ...] = ()
+    if lost:
+        notes += (f"{record.path / 'metrics.jsonl'} is missing: the rows before this resume are lost",)
     notes += (f"{odd} line(s) of {record.path / 'metrics.jsonl'} cannot be read and are left out",) if odd else ()
     run = replace(run, contract=replace(run.contract, record=str(record.path)), notes=(*notes, *run.notes))
     observers = _observers(config, task, given, record, run.world)

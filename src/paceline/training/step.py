@@ -93,6 +93,7 @@ class Step:
             self._wrapped.register_comm_hook(dist.group.WORLD, self._look_and_average)
         self._wish = torch.zeros(WISHES, device=world.device)
         self._wished = (False,) * WISHES
+        self._unfrozen_told = False
         self.captured: Captured | None = None
         """Does a step by replaying a graph (`fast.py`)."""
         self.compiled = False
@@ -211,6 +212,17 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None:
             self.ema.update()
+
+    def tell_unfrozen(self) -> None:
+        """Say once if parameters that were frozen when the run began require gradients now: no optimizer has them."""
+        trained = {id(parameter) for parameter in self._carrier.trained}
+        unfrozen = [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in trained]
+        if unfrozen and not self._unfrozen_told:
+            self._unfrozen_told = True
+            self.say(
+                f"{unfrozen[0]} was frozen when the run began and is not now: it is still not trained; start a run with"
+                " requires_grad=True for all that you want to train"
+            )
 
     def kept(self) -> dict[str, Tensor]:
         """What a step changes beside the model, its statistics and the optimizer's state."""

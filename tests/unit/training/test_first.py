@@ -167,6 +167,20 @@ def doubled(batch: tuple[Tensor, ...], samples: Tensor, epoch: int | None) -> tu
     return batch[0] * 2, *batch[1:]
 
 
+def test_a_layer_that_is_unfrozen_during_training_is_told() -> None:
+    def objective(model: Any, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        model.requires_grad_(True)
+        return classify()(model, batch[:2])
+
+    def frozen() -> nn.Module:
+        model = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 3))
+        model[0].requires_grad_(False)
+        return model
+
+    (note,) = train_in(ALONE, task_of(frozen, objective=objective), {"epochs": 2}).watcher.notes
+    assert "0.weight was frozen when the run began and is not now: it is still not trained" in note
+
+
 def only_parts(batch: tuple[Tensor, ...], samples: Tensor, epoch: int | None) -> tuple[Any, ...]:
     """Takes parts of six alone."""
     assert epoch is None or len(samples) == 6, "not a part"
