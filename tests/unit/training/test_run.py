@@ -18,10 +18,13 @@ import paceline
 from harness.processes import children
 from harness.training import blobs
 from paceline.config import make_config
+from paceline.dist.launch import Outcome
+from paceline.dist.reports import Report
 from paceline.errors import PacelineError, UsageError
 from paceline.records import read_metrics, read_result
 from paceline.report.page import report_verb
 from paceline.toml import read_recipe
+from paceline.training import run
 from paceline.training.run import WorkerFailed, train
 from paceline.training.task import Task
 
@@ -175,6 +178,12 @@ def test_a_damaged_result_is_said_once(runs: Path, capsys: Any) -> None:
     (runs / "x" / "result.json").write_text("{")
     train("task.py", resume="x")
     assert capsys.readouterr().out.count("has no readable result.json") == 1
+
+
+def test_a_record_that_the_launcher_closes_says_why_without_the_traceback(tmp_path: Path) -> None:
+    report = Report(1, 0.0, 1, "worker 1 failed first: ValueError: bad\nTraceback (most recent call last):\nValueError: bad")
+    run._close(Outcome(exit_code=1, report=report, record=tmp_path))
+    assert read_result(tmp_path) == {"status": "failed", "why": "worker 1 failed first: ValueError: bad"}
 
 
 def test_a_record_in_use_is_named_before_a_new_run_starts(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
