@@ -269,7 +269,13 @@ def _observers(config: Config, task: Task, given: str, record: Record, here: Wor
     # srun and mpirun may give their tasks a terminal of their own even where what they pass on goes to a file.
     terminal = is_terminal(sys.stdout) and here.launcher not in ("srun", "mpirun")
     recorder = Recorder(record, config, given)
-    observers: list[Observer] = [recorder, Printer(task.unit, terminal, recorder.note)]
+    printer = Printer(task.unit, terminal, recorder.note)
+    observers: list[Observer] = [recorder, printer]
+
+    def lost(text: str) -> None:
+        recorder.note(text)
+        printer.say(text)  # the tracker's last writes come after the record is finished
+
     if config.tracker == "tensorboard":
-        observers.append(TensorBoard(str(record.path), recorder.note))
+        observers.append(TensorBoard(str(record.path), lost))
     return observers

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+from torch.utils.tensorboard import SummaryWriter
 
 import paceline
 from harness.processes import children
@@ -184,6 +185,18 @@ def test_a_record_that_the_launcher_closes_says_why_without_the_traceback(tmp_pa
     report = Report(1, 0.0, 1, "worker 1 failed first: ValueError: bad\nTraceback (most recent call last):\nValueError: bad")
     run._close(Outcome(exit_code=1, report=report, record=tmp_path))
     assert read_result(tmp_path) == {"status": "failed", "why": "worker 1 failed first: ValueError: bad"}
+
+
+def test_a_tracker_that_fails_after_the_record_is_finished_is_said(runs: Path, capsys: Any, monkeypatch: Any) -> None:
+    def full(self: Any) -> None:
+        close(self)
+        raise OSError(28, "No space left on device")
+
+    close = SummaryWriter.close
+    monkeypatch.setattr(SummaryWriter, "close", full)
+    assert train(blobs(), epochs=1, tracker="tensorboard", name="x").status == "done"
+    said = "note: the tracker cannot be written and is left out from here on: No space left on device\n"
+    assert capsys.readouterr().out.endswith(said)
 
 
 def test_a_record_in_use_is_named_before_a_new_run_starts(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
