@@ -108,8 +108,16 @@ def test_a_stream_that_does_not_block_is_waited_for(tmp_path: Path) -> None:
     assert (tmp_path / "read").read_bytes() == b"x" * 3_000_000 + b"\n"
 
 
-def test_a_stream_without_a_file_is_left_alone() -> None:
-    assert output.protect(io.StringIO()) is None
+class Notebook(io.StringIO):
+    """What a notebook may put in the place of stdout: it has a number, but prints elsewhere."""
+
+    def fileno(self) -> int:
+        return 1
+
+
+def test_a_stream_without_a_file_of_its_own_is_left_alone() -> None:
+    assert output.protect(io.TextIOWrapper(io.BytesIO())) is None
+    assert output.protect(Notebook()) is None
     assert output.protect(None) is None
 
 

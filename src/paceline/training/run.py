@@ -214,10 +214,9 @@ def _speak(run: Run, task: Task, given: str, old: Path | None, watch: Watch) -> 
     report_record(Path(run.world.share(str(record.path.resolve()))))
     run.world.note(str(record.path.resolve()))
     odd = count_odd_lines(record.path)
-    notes: tuple[str, ...] = ()
-    if lost:
-        notes += (f"{record.path / 'metrics.jsonl'} is missing: the rows before this resume are lost",)
-    notes += (f"{odd} line(s) of {record.path / 'metrics.jsonl'} cannot be read and are left out",) if odd else ()
+    metrics = record.path / "metrics.jsonl"
+    notes = [f"{metrics} is missing: the rows before this resume are lost"] if lost else []
+    notes += [f"{odd} line(s) of {metrics} cannot be read and are left out"] if odd else []
     run = replace(run, contract=replace(run.contract, record=str(record.path)), notes=(*notes, *run.notes))
     observers = _observers(config, task, given, record, run.world)
 
@@ -258,7 +257,11 @@ def _close(outcome: Outcome) -> None:
     refused = outcome.report is not None and outcome.report.text.startswith(REFUSED)  # the record says what it said
     if outcome.record is not None and not refused:
         stopped = outcome.exit_code in (INTERRUPTED, STOPPED)
-        why = outcome.report.text if outcome.report is not None else "stopped before a checkpoint could be written"
+        why = (
+            outcome.report.text.partition("\nTraceback ")[0]
+            if outcome.report is not None
+            else "stopped before a checkpoint could be written"
+        )
         close_cut_short(outcome.record, "interrupted" if stopped else "failed", why)
 
 
@@ -266,7 +269,13 @@ def _observers(config: Config, task: Task, given: str, record: Record, here: Wor
     # srun and mpirun may give their tasks a terminal of their own even where what they pass on goes to a file.
     terminal = is_terminal(sys.stdout) and here.launcher not in ("srun", "mpirun")
     recorder = Recorder(record, config, given)
-    observers: list[Observer] = [recorder, Printer(task.unit, terminal, recorder.note)]
+    printer = Printer(task.unit, terminal, recorder.note)
+    observers: list[Observer] = [recorder, printer]
+
+    def lost(text: str) -> None:
+        recorder.note(text)
+        printer.say(text)  # the tracker's last writes come after the record is finished
+
     if config.tracker == "tensorboard":
-        observers.append(TensorBoard(str(record.path), recorder.note))
+        observers.append(TensorBoard(str(record.path), lost))
     return observers

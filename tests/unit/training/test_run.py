@@ -13,15 +13,19 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+from torch.utils.tensorboard import SummaryWriter
 
 import paceline
 from harness.processes import children
 from harness.training import blobs
 from paceline.config import make_config
+from paceline.dist.launch import Outcome
+from paceline.dist.reports import Report
 from paceline.errors import PacelineError, UsageError
 from paceline.records import read_metrics, read_result
 from paceline.report.page import report_verb
 from paceline.toml import read_recipe
+from paceline.training import run
 from paceline.training.run import WorkerFailed, train
 from paceline.training.task import Task
 
@@ -175,6 +179,24 @@ def test_a_damaged_result_is_said_once(runs: Path, capsys: Any) -> None:
     (runs / "x" / "result.json").write_text("{")
     train("task.py", resume="x")
     assert capsys.readouterr().out.count("has no readable result.json") == 1
+
+
+def test_a_record_that_the_launcher_closes_says_why_without_the_traceback(tmp_path: Path) -> None:
+    report = Report(1, 0.0, 1, "worker 1 failed first: ValueError: bad\nTraceback (most recent call last):\nValueError: bad")
+    run._close(Outcome(exit_code=1, report=report, record=tmp_path))
+    assert read_result(tmp_path) == {"status": "failed", "why": "worker 1 failed first: ValueError: bad"}
+
+
+def test_a_tracker_that_fails_after_the_record_is_finished_is_said(runs: Path, capsys: Any, monkeypatch: Any) -> None:
+    def full(self: Any) -> None:
+        close(self)
+        raise OSError(28, "No space left on device")
+
+    close = SummaryWriter.close
+    monkeypatch.setattr(SummaryWriter, "close", full)
+    assert train(blobs(), epochs=1, tracker="tensorboard", name="x").status == "done"
+    said = "note: the tracker cannot be written and is left out from here on: No space left on device\n"
+    assert capsys.readouterr().out.endswith(said)
 
 
 def test_a_record_in_use_is_named_before_a_new_run_starts(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
