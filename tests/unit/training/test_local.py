@@ -198,7 +198,8 @@ def test_every_pass_is_of_one_part() -> None:
     with world() as here:
         run = build(task, options, here)
         fit(run, ())
-    assert run.step.model.seen == [6, 24, 24] + [6] * 8  # the first is the look at one part beside the others
+    # The first is a trial before the first step, the second the look at one part beside the others.
+    assert run.step.model.seen == [6, 6, 24, 24] + [6] * 8
 
 
 def test_what_cannot_be() -> None:
