@@ -62,7 +62,7 @@ class Trial:
 
     @torch.no_grad()
     def try_model(self, model: nn.Module) -> str:
-        """Why a model of the user's own needs parts in turn: it draws random numbers, which no layer may show. "" if not."""
+        """Why a model of the user's own needs parts in turn: it draws random numbers somewhere. "" if it does not."""
         if self.task.model is None:
             return ""
         kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
