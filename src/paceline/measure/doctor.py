@@ -19,7 +19,7 @@ from paceline.dist.place import cores, read_place
 from paceline.dist.process import python_command
 from paceline.dist.world import backends, interfaces
 from paceline.errors import PacelineError
-from paceline.training.precision import lists_amx, try_bf16
+from paceline.training.precision import TRIAL_THREADS, lists_amx, try_bf16
 
 _FREE_BYTES = 2 * 1024**3
 _ALL_REDUCE_S = 60
@@ -92,7 +92,7 @@ def _bf16() -> Iterator[Finding]:
             else:
                 yield Finding("note", "bf16", f"{about} has no bf16 units: --precision auto uses fp32")
         return
-    found, amx = try_bf16(torch.get_num_threads(), again=True), lists_amx()
+    found, amx = try_bf16(TRIAL_THREADS, again=True), lists_amx()
     if found.crash:
         fix = "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 to use bf16 without AMX" if amx else ""
         yield Finding("note", "bf16", f"crashes: {found.describe()}; --precision auto uses fp32", fix)

@@ -28,7 +28,8 @@ from paceline.errors import UsageError
 from paceline.files import write_file
 
 _CLEARLY_FASTER = 0.9
-_THREADS = 1  # whatever the run uses: every number of workers must get the same answer
+TRIAL_THREADS = 1
+"""Of a trial, however many the run uses: every number of workers must get the same answer."""
 
 TRIAL_S = 60.0
 """The longest a trial may take; importing torch is most of what it takes."""
@@ -136,7 +137,7 @@ def _look(config: Config, world: World, try_it: Try) -> dict[str, Any]:
         return {"pays": True, "crash": "", "note": ""}
     if config.precision == "auto" and not lists_amx():
         return {"pays": False, "crash": "", "note": ""}  # bf16 would be emulated: 27 times slower
-    found = try_it(_THREADS, min(TRIAL_S, config.timeout_s / 2))  # the others wait, no longer than timeout_s
+    found = try_it(TRIAL_THREADS, min(TRIAL_S, config.timeout_s / 2))  # the others wait, no longer than timeout_s
     where = f" (node {world.node})" if world.nodes > 1 else ""
     return {"pays": found.pays, "crash": found.crash, "note": found.describe() + where if not found.pays else ""}
 
