@@ -5,7 +5,7 @@ import pytest
 from paceline.errors import DataError
 from paceline.measure import doctor as module
 from paceline.measure.doctor import Finding, doctor
-from paceline.training.precision import Trial
+from paceline.training.precision import TRIAL_THREADS, Trial
 
 
 @pytest.fixture
@@ -160,3 +160,17 @@ def test_workers_that_hang_are_ended(monkeypatch, tmp_path):
     (found,) = module._all_reduce()
     assert found.level == "wrong"
     assert "did not meet" in found.text
+
+
+def test_bf16_is_tried_as_a_run_would_try_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def try_it(threads: int, again: bool) -> Trial:
+        asked.append(threads)
+        return Trial(ratio=0.5)
+
+    monkeypatch.setattr(module, "try_bf16", try_it)
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
+    list(module._bf16())
+    assert asked == [TRIAL_THREADS]
