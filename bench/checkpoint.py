@@ -21,7 +21,7 @@ from measurement import run_workers, spread, write
 from paceline.dist.world import World
 from paceline.training import tasks
 from paceline.training.build import build
-from paceline.training.keeper import Keeper, Progress
+from paceline.training.checkpoint.keeper import Keeper, Progress
 from paceline.training.loop import fit
 
 WORKERS, PART_BATCH, EVERY, DEFAULT_S = 2, 128, 6, 60.0

@@ -32,17 +32,17 @@ import torch
 import torch.distributed as dist
 
 from measurement import run_workers, spread, write
+from paceline.core.exact_sum import ExactReducer
+from paceline.core.parts import deal_parts, plan_epoch
+from paceline.core.sampler import Sampler
 from paceline.data.loaders import Arrays
-from paceline.data.sampler import Sampler
 from paceline.dist.agree import check_agreement
-from paceline.dist.reduce import ExactReducer
 from paceline.dist.world import World
 from paceline.training import tasks
 from paceline.training.build import Run, build
-from paceline.training.keeper import Keeper, Progress
+from paceline.training.checkpoint.keeper import Keeper, Progress
 from paceline.training.loop import fit
 from paceline.training.observers import Result
-from paceline.training.parts import deal_parts, plan_epoch
 from paceline.training.task import Task, classify
 
 WORKERS = (1, 2, 4)

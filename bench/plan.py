@@ -176,8 +176,8 @@ def compare(request: Request, whole: Measured, about: dict[str, Any]) -> dict[st
                 "measured": round(point.samples_per_s, 2),
                 "measured_spread": round(point.spread, 4),
                 "error": round(row["samples_per_s"] / point.samples_per_s - 1, 4),
-                "predicted_parts_s": {name: round(part, 6) for name, part in row["parts_s"].items()},
-                "measured_parts_s": {name: round(part, 6) for name, part in point.parts_s.items()},
+                "predicted_parts_s": {name: round(part, 6) for name, part in row["components_s"].items()},
+                "measured_parts_s": {name: round(part, 6) for name, part in point.components_s.items()},
             }
         )
     factor = None if plan.model.interference is None else round(float(plan.model.interference[0]), 4)

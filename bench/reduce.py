@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from measurement import run_workers, spread, write
 from paceline import models
 from paceline.config import Config
+from paceline.core.exact_sum import ExactReducer
 from paceline.data.loaders import Arrays, Resident
-from paceline.dist.reduce import ExactReducer
 from paceline.dist.world import World
 from paceline.optim import make_optimizer
 from paceline.training import tasks

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from measurement import children, faults, write
-from paceline.data.sampler import Sampler
+from paceline.core.sampler import Sampler
 from paceline.records import read_metrics, read_result
 
 EPOCHS, PARTS, GLOBAL_BATCH = 100, 4, 16

@@ -22,9 +22,9 @@ from paceline.dist.world import World, world
 from paceline.training import step as step_module
 from paceline.training import tasks
 from paceline.training.build import build
-from paceline.training.health import Health
 from paceline.training.loop import fit
-from paceline.training.timing import Clock
+from paceline.training.timing.clock import Clock
+from paceline.training.timing.health import Health
 
 
 def main() -> None:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.config import Config as Config
+    from paceline.core.exact_sum import ExactReducer as ExactReducer
+    from paceline.core.sampler import Sampler as Sampler
+    from paceline.core.schedules import Schedule as Schedule
     from paceline.data.augment import Images as Images
     from paceline.data.loaders import Arrays as Arrays
-    from paceline.data.sampler import Sampler as Sampler
-    from paceline.dist.reduce import ExactReducer as ExactReducer
     from paceline.dist.world import World as World
     from paceline.dist.world import world as world
     from paceline.errors import PacelineError as PacelineError
-    from paceline.optim.schedules import Schedule as Schedule
     from paceline.training.observers import Result as Result
     from paceline.training.run import train as train
     from paceline.training.task import Task as Task
@@ -26,12 +26,12 @@ __version__ = "0.1.0"
 _WHERE = {
     "Arrays": "paceline.data.loaders",
     "Config": "paceline.config",
-    "ExactReducer": "paceline.dist.reduce",
+    "ExactReducer": "paceline.core.exact_sum",
     "Images": "paceline.data.augment",
     "PacelineError": "paceline.errors",
     "Result": "paceline.training.observers",
-    "Sampler": "paceline.data.sampler",
-    "Schedule": "paceline.optim.schedules",
+    "Sampler": "paceline.core.sampler",
+    "Schedule": "paceline.core.schedules",
     "Task": "paceline.training.task",
     "World": "paceline.dist.world",
     "classify": "paceline.training.task",

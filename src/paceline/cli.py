@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 from paceline import __version__
 from paceline.config import add_flags, check_options
 from paceline.dist.launch import INTERRUPTED, start_as_worker
+from paceline.dist.messages import headline, is_lost_contact, report_done, report_failure
 from paceline.dist.place import read_place
 from paceline.dist.process import exit_now
-from paceline.dist.reports import headline, is_lost_contact, report_done, report_failure
 from paceline.dist.watch import claim_process
 from paceline.errors import PacelineError, Stopped, UsageError, printable, refuse_exit, unknown
 from paceline.loading import pause_collector
@@ -86,15 +86,15 @@ def _verb(args: argparse.Namespace) -> int:
         train(task, **options)
         return 0
     if verb == "study":
-        from paceline.measure.study import study_verb
+        from paceline.study.study import study_verb
 
         return study_verb(**options)
     if verb == "rehearse":
-        from paceline.measure.rehearse import rehearse
+        from paceline.rehearse import rehearse
 
         return rehearse(options)
     if verb == "scale":
-        from paceline.measure.scale import scale_verb
+        from paceline.scale.scale import scale_verb
 
         return scale_verb(options)
     if verb in ("report", "board"):
@@ -104,8 +104,8 @@ def _verb(args: argparse.Namespace) -> int:
 
         return plan_verb(**options)
     if verb == "advise":
-        from paceline.measure.probe import find_or_train
-        from paceline.plan.advise import advise_verb
+        from paceline.advise.advise import advise_verb
+        from paceline.advise.probe import find_or_train
 
         target, cluster, speed, recipe = (options.pop(name) for name in ("target", "cluster", "speed", "recipe"))
         return advise_verb(str(find_or_train(target, options, recipe)), cluster, speed, options.get("runs_dir", "runs"))
@@ -116,7 +116,7 @@ def _verb(args: argparse.Namespace) -> int:
         if args.action == "list":
             return data.list_data(folder)
         return (data.fetch if args.action == "fetch" else data.verify)(args.name, folder)
-    from paceline.measure.doctor import doctor
+    from paceline.doctor import doctor
 
     return doctor()
 
@@ -126,7 +126,7 @@ def _show(verb: str, options: dict[str, Any]) -> int:
         from paceline.report.page import report_verb
 
         return report_verb(options.pop("records"), **options)
-    from paceline.report.board import board_verb
+    from paceline.board.board import board_verb
 
     return board_verb(**options)
 
@@ -260,7 +260,7 @@ def _add_scale(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--windows", default=7, type=int, metavar="N", help="windows to measure at each number of workers [7]")
     parser.add_argument("--window-s", default=1.0, type=float, metavar="S", help="seconds a window takes [1]")
-    from paceline.measure.scale import NOT_FOR_SCALE
+    from paceline.scale.scale import NOT_FOR_SCALE
 
     hidden = dict.fromkeys(NOT_FOR_SCALE, argparse.SUPPRESS)
     add_flags(parser, {**hidden, "workers": "how many workers to measure, such as 1,2,4 [1,2]; torchrun and the like say it"})

@@ -29,6 +29,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from enum import StrEnum
 from importlib import metadata
 from io import FileIO
 from pathlib import Path
@@ -37,7 +38,26 @@ from typing import Any
 from paceline.errors import RecordError, UsageError
 from paceline.files import FULL, replacing, write_file
 
-PARTS = ("input", "compute", "communication", "waiting", "optimizer", "other")
+
+class Status(StrEnum):
+    """How a run stands, as `result.json`, studies and pages say it."""
+
+    RUNNING = "running"
+    DONE = "done"
+    TARGET_REACHED = "target reached"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+    DIVERGED = "diverged"
+    CUT_SHORT = "cut short"
+    UNKNOWN = "unknown"
+
+    @property
+    def good(self) -> bool:
+        """The run came to its end."""
+        return self in (Status.DONE, Status.TARGET_REACHED)
+
+
+COMPONENTS = ("input", "compute", "communication", "waiting", "optimizer", "other")
 """What the time of a step is split into; they add up to it."""
 
 ROW_FIELDS = frozenset(

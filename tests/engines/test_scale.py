@@ -30,7 +30,7 @@ def test_it_measures_each_count_and_says_what_to_do(runs: Path) -> None:
     assert two["efficiency"] == pytest.approx(two["samples_per_s"] / one["samples_per_s"] / 2)
     assert one["low"] <= one["samples_per_s"] <= one["high"]
     assert len(one["windows"]) == 3
-    assert one["parts_s"]["communication"] == one["parts_s"]["waiting"] == 0
+    assert one["components_s"]["communication"] == one["components_s"]["waiting"] == 0
     assert sum(bucket["bytes"] for bucket in two["buckets"]) >= two["gradient_bytes"] > 0
     assert {link["workers"] for link in result["links"]} == {2}
     assert two["reduce_s"] > 0
@@ -70,7 +70,7 @@ def test_a_slow_link_shows_as_communication(runs: Path) -> None:
     result = _read(runs)
     (count,) = result["counts"]
     assert (count["workers"], count["nodes"]) == (2, 2)
-    parts = count["parts_s"]
+    parts = count["components_s"]
     assert max(parts, key=lambda name: parts[name]) == "communication"
     assert parts["communication"] > 0.06
     assert "communication" in result["advice"]

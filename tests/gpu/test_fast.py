@@ -14,9 +14,10 @@ from torch.utils.data import Dataset
 from harness.training import Trained, blobs, train_in
 from paceline.config import make_config
 from paceline.dist.world import World, world
-from paceline.training import fast, tasks
 from paceline.training import step as step_module
+from paceline.training import tasks
 from paceline.training.build import build
+from paceline.training.capture import prepare as fast
 from paceline.training.evaluate import Validation
 from paceline.training.task import Task, classify
 

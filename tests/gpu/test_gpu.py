@@ -13,16 +13,16 @@ import torch
 
 from harness.processes import paceline, run
 from harness.training import blobs, train_in
+from paceline.core.carrier import Meter
+from paceline.core.determinism import same_bits
+from paceline.core.parts import plan_step
 from paceline.data.augment import Images
 from paceline.data.loaders import Arrays, Resident, Streaming
 from paceline.dist.agree import fingerprints
 from paceline.dist.world import world
 from paceline.training import tasks
 from paceline.training.build import build
-from paceline.training.carrier import Meter
-from paceline.training.exact import same_bits
-from paceline.training.fast import prepare
-from paceline.training.parts import plan_step
+from paceline.training.capture.prepare import prepare
 
 pytestmark = [
     pytest.mark.gpu,

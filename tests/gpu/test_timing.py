@@ -14,8 +14,8 @@ from harness.processes import paceline
 from harness.training import blobs, train_in
 from paceline.config import make_config
 from paceline.dist.world import World, world
-from paceline.measure import windows
 from paceline.records import read_metrics
+from paceline.scale import windows
 from paceline.training import tasks
 from paceline.training.build import Run, build
 
@@ -51,7 +51,7 @@ def _images(here: World, **options: Any) -> tuple[Any, bool]:
 def test_parts_add_up_and_compute_leads(here: World, fast: str) -> None:
     count, replayed = _images(here, fast=fast)
     assert replayed == (fast == "auto")
-    parts = count["parts_s"]
+    parts = count["components_s"]
     assert sum(parts.values()) == pytest.approx(count["step_s"])
     assert all(value >= 0 for value in parts.values())
     assert max(parts, key=lambda name: parts[name]) == "compute"
@@ -70,7 +70,7 @@ def test_a_slow_loader_is_input(here: World, fast: str) -> None:
     task = blobs(prepare=prepare)
     made = partial(make_config, task.defaults)
     measured = windows.measure(lambda profile: build(task, made({"fast": fast, "profile": profile}), here), HOW)
-    parts = measured["count"]["parts_s"]
+    parts = measured["count"]["components_s"]
     assert max(parts, key=lambda name: parts[name]) == "input"
     assert parts["input"] > 0.025
 
@@ -80,8 +80,8 @@ def test_health_of_a_captured_run(here: World) -> None:
     rows = train_in(here, task, vars(config)).watcher.healths
     assert [row["step"] for row in rows] == [20, 47, 94, 141], "at the first check, then after every epoch"
     for row in rows:
-        assert sum(row["parts_s"].values()) == pytest.approx(row["step_s"])
-        assert row["parts_s"]["compute"] > 0
+        assert sum(row["components_s"].values()) == pytest.approx(row["step_s"])
+        assert row["components_s"]["compute"] > 0
         assert row["memory_bytes"] > 0
 
 
@@ -99,4 +99,4 @@ def test_two_gloo_workers_share_a_gpu(runs: Path) -> None:
     assert "bucket 1:" in done.stdout
     rows = [row for row in read_metrics(runs / "g") if row["kind"] == "health"]
     assert rows
-    assert all(row["parts_s"]["communication"] >= 0 for row in rows)
+    assert all(row["components_s"]["communication"] >= 0 for row in rows)

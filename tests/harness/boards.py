@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from paceline.board.board import BoardServer, listen, make_server
 from paceline.records import Record
-from paceline.report.board import BoardServer, listen, make_server
 
 FACTS = {
     **{

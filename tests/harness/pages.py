@@ -37,7 +37,15 @@ def make_train(path: Path, *, accuracy: float = 0.88, status: str = "done", **co
             ended = {"step": step, "epoch": epoch, "time_s": time_s, "samples_per_s": 7800.0 + step}
             rows.append({"kind": "epoch", **ended, "val_loss": 4 / step, "val_accuracy": accuracy - 0.1 * (3 - epoch)})
             rows.append(
-                {"kind": "health", **ended, "step_s": 0.03, "parts_s": PARTS, "slowest": 1, "lag_s": 0.002, "memory_bytes": 4e8}
+                {
+                    "kind": "health",
+                    **ended,
+                    "step_s": 0.03,
+                    "components_s": PARTS,
+                    "slowest": 1,
+                    "lag_s": 0.002,
+                    "memory_bytes": 4e8,
+                }
             )
     rows.append({"kind": "note", "text": "all workers agree"})
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -101,7 +109,7 @@ def make_scale(path: Path) -> Path:
             {
                 **{"workers": workers, "virtual_workers": workers, "global_batch": 128 * workers, "samples_per_s": speed},
                 **{"low": speed * 0.95, "high": speed * 1.02, "speed_up": workers * efficiency, "efficiency": efficiency},
-                **{"contract": {**CONTRACT, "workers": workers}, "step_s": 0.03, "parts_s": PARTS, "windows": [speed]},
+                **{"contract": {**CONTRACT, "workers": workers}, "step_s": 0.03, "components_s": PARTS, "windows": [speed]},
             }
         )
     links = [{"workers": 2, "bytes": size, "s": 0.001 + size / 1e9} for size in (4, 1 << 20)]

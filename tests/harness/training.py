@@ -11,7 +11,7 @@ from paceline.config import make_config
 from paceline.data.loaders import Arrays
 from paceline.dist.world import World
 from paceline.training.build import build
-from paceline.training.keeper import Keeper
+from paceline.training.checkpoint.keeper import Keeper
 from paceline.training.loop import fit
 from paceline.training.observers import Result
 from paceline.training.task import Task, classify

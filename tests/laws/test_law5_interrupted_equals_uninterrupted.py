@@ -14,7 +14,7 @@ import pytest
 from harness.faults import EPOCHS, FLAGS, SAMPLES, TASK, fail_at, samples_by_step, train_with, variables
 from harness.processes import paceline, run_workers
 from harness.training import Trained, blobs, train_in
-from paceline.data.sampler import Sampler
+from paceline.core.sampler import Sampler
 from paceline.dist.world import World, world
 from paceline.records import read_metrics, read_result
 

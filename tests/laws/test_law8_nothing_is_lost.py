@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from harness.faults import FLAGS, TASK, variables
-from paceline.checkpoint import load_latest
 from paceline.records import read_metrics, read_result
+from paceline.training.checkpoint.file import load_latest
 
 KILLS = 5
 

@@ -16,11 +16,11 @@ from harness.training import blobs, first_two, train_in
 from paceline.config import make_config
 from paceline.data.loaders import Arrays
 from paceline.dist.world import World
-from paceline.measure import windows
+from paceline.scale import windows
 from paceline.training import step as step_module
 from paceline.training.build import Run, build
 from paceline.training.task import Task, classify
-from paceline.training.timing import PARTS
+from paceline.training.timing.clock import PARTS
 
 _DELAY_S = 0.03
 _HOW = {"windows": 3, "window_s": 0.05}
@@ -101,7 +101,7 @@ def counts() -> dict[str, Any]:
     ("fault", "part"), [("slow loader", "input"), ("slow link", "communication"), ("slow optimizer", "optimizer")]
 )
 def test_a_fault_shows_in_its_own_part(counts: dict[str, Any], fault: str, part: str) -> None:
-    found, before = counts[fault]["parts_s"], counts["none"]["parts_s"]
+    found, before = counts[fault]["components_s"], counts["none"]["components_s"]
     grown = {name: found[name] - before[name] for name in PARTS}
     assert max(grown, key=lambda name: grown[name]) == part
     assert grown[part] > 0.8 * _DELAY_S
@@ -110,7 +110,7 @@ def test_a_fault_shows_in_its_own_part(counts: dict[str, Any], fault: str, part:
 
 @pytest.mark.parametrize("fault", _SLOW_WORKER)
 def test_a_slow_worker_computes_while_the_other_waits(counts: dict[str, Any], fault: str) -> None:
-    waits, slow = (worker["parts_s"] for worker in counts[fault]["by_worker"])
+    waits, slow = (worker["components_s"] for worker in counts[fault]["by_worker"])
     assert max(waits, key=lambda name: waits[name]) == "waiting"
     assert max(slow, key=lambda name: slow[name]) == "compute"
     assert waits["waiting"] > 0.8 * _DELAY_S
@@ -120,10 +120,10 @@ def test_a_slow_worker_computes_while_the_other_waits(counts: dict[str, Any], fa
 @pytest.mark.parametrize("fault", _FAULTS)
 def test_parts_add_up_to_the_step(counts: dict[str, Any], fault: str) -> None:
     for worker in counts[fault]["by_worker"]:
-        assert sum(worker["parts_s"].values()) == pytest.approx(worker["step_s"])
-        assert all(value >= 0 for value in worker["parts_s"].values())
-    assert sum(counts[fault]["parts_s"].values()) == pytest.approx(counts[fault]["step_s"])
-    assert counts[fault]["forward_s"] + counts[fault]["backward_s"] == pytest.approx(counts[fault]["parts_s"]["compute"])
+        assert sum(worker["components_s"].values()) == pytest.approx(worker["step_s"])
+        assert all(value >= 0 for value in worker["components_s"].values())
+    assert sum(counts[fault]["components_s"].values()) == pytest.approx(counts[fault]["step_s"])
+    assert counts[fault]["forward_s"] + counts[fault]["backward_s"] == pytest.approx(counts[fault]["components_s"]["compute"])
 
 
 def _deep() -> Task:
@@ -181,7 +181,7 @@ def test_a_timeline_has_every_worker_and_every_bucket() -> None:
 
     assert [row["step"] for row in healths] == [5, 8, 15, 16, 24], "the first check, the timeline, and every epoch"
     for row in healths:
-        assert sum(row["parts_s"].values()) == pytest.approx(row["step_s"])
+        assert sum(row["components_s"].values()) == pytest.approx(row["step_s"])
         assert row["slowest"] in (0, 1)
         assert row["memory_bytes"] > 0
         assert row["gradient_bytes"] == nbytes

@@ -133,7 +133,7 @@ def _options(verb: str) -> set[str]:
 
 
 def test_the_readmes_scaling_is_the_committed_result() -> None:
-    from paceline.measure.advice import advise_scale, table
+    from paceline.scale.verdict import advise_scale, table
 
     found, readme = result("scale_16_cores"), (ROOT / "README.md").read_text()
     assert table(found) in readme

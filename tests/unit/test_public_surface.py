@@ -51,15 +51,15 @@ def test_import_is_light():
 def test_the_pieces_for_ones_own_loop_need_nothing_else():
     code = """
 import sys
-for name in ("paceline.optim", "paceline.optim.schedules", "paceline.data.sampler"):
+for name in ("paceline.optim", "paceline.core.schedules", "paceline.core.sampler"):
     __import__(name)
     ours = {module for module in sys.modules if module.split(".")[0] == "paceline"}
     heavy = {module for module in ours if module.split(".")[1:2] in (["training"], ["dist"], ["models"], ["cli"], ["records"])}
     assert not heavy, (name, heavy)
     for module in ours:
         del sys.modules[module]
-from paceline.data.sampler import Sampler
-from paceline.optim.schedules import Schedule
+from paceline.core.sampler import Sampler
+from paceline.core.schedules import Schedule
 print(Sampler(10, 4, 2, seed=0).steps, Schedule(peak_lr=1.0, total_steps=4, steps_per_epoch=2).lr(0))
 """
     done = run([sys.executable, "-c", code])

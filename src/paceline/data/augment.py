@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.data.keys import key, keys_torch, uniform
+from paceline.core.keys import key, keys_torch, uniform
 
 _AREA = (0.02, 0.25)  # of the image; Zhong et al. 2017, "Random Erasing", arXiv:1708.04896, uses up to 0.4
 _ASPECT = (0.3, 3.3)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from paceline.data.keys import key, on_device, seed_sample
+from paceline.core.keys import key, on_device, seed_sample
 from paceline.dist.process import die_with_parent
 from paceline.errors import describe_exit
 

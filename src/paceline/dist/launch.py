@@ -22,9 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from paceline.config import Config
-from paceline.dist.place import REPORTS_VARIABLE, check_port, threads_per_worker
-from paceline.dist.process import die_with_parent, has_members, let_go_of_terminal, python_command
-from paceline.dist.reports import (
+from paceline.dist.messages import (
     Report,
     ask_to_stop,
     first_failure,
@@ -38,6 +36,8 @@ from paceline.dist.reports import (
     read_unfinished,
     report_begun,
 )
+from paceline.dist.place import REPORTS_VARIABLE, check_port, threads_per_worker
+from paceline.dist.process import die_with_parent, has_members, let_go_of_terminal, python_command
 from paceline.dist.restarts import Crew, Failure, command_again, newest_checkpoint, next_crew
 from paceline.errors import UsageError
 from paceline.loading import resume_collector

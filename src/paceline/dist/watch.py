@@ -17,7 +17,7 @@ import traceback
 from types import FrameType
 from typing import Any, Self
 
-from paceline.dist import reports
+from paceline.dist import messages as reports
 from paceline.dist.launch import INTERRUPTED, STOPPED, STOPPING
 from paceline.dist.place import read_place
 from paceline.dist.process import exit_now, let_go_of_terminal

@@ -1,7 +1,7 @@
 """The models by name: `cnn`, `resnet:depth=20,skip=false`, `wide_resnet:depth=16,width=4,norm=part,part_size=32`.
 
 A spec is `name` or `name:key=value,key=value`. The keys of a model are the keyword parameters of its function; their
-annotations say what a value may be (`keys.py`), so a new key needs no line here and a new model only one. In names and keys
+annotations say what a value may be (`options.py`), so a new key needs no line here and a new model only one. In names and keys
 `-` and `_` are the same.
 
 Model files are imported when a spec asks for them: `names()` and the complaint about an unknown model never load torch.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from paceline import errors
-from paceline.models import keys
+from paceline.models import options
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,7 +74,7 @@ def _parse(spec: str) -> tuple[Callable[..., Any], dict[str, object]]:
         if key in values:
             raise errors.UsageError(f"model {spec}: {key} is given twice")
         try:
-            values[key] = keys.convert(text, known[key])
+            values[key] = options.convert(text, known[key])
         except ValueError as error:
             raise errors.UsageError(f"model {name}: {key} is {text!r}, must be {error}") from None
     return function, values

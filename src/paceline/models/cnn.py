@@ -8,9 +8,9 @@ from functools import partial
 
 from torch import nn
 
+from paceline.core.norms import NormKind, make_norm
 from paceline.models.convs import conv3x3, he_init
-from paceline.models.keys import Count, Fraction, require_image_size
-from paceline.models.norms import NormKind, make_norm
+from paceline.models.options import Count, Fraction, require_image_size
 
 
 def cnn(

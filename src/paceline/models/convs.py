@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from paceline.models.norms import NormKind
+from paceline.core.norms import NormKind
 
 
 def conv3x3(inputs: int, outputs: int, *, stride: int = 1, norm: NormKind) -> nn.Conv2d:

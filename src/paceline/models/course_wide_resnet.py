@@ -10,8 +10,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from paceline.models.keys import Count, Fraction, require_image_size
-from paceline.models.norms import NormKind, make_norm
+from paceline.core.norms import NormKind, make_norm
+from paceline.models.options import Count, Fraction, require_image_size
 
 STEM = 16
 WIDTHS = (160, 320, 640)

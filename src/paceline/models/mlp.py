@@ -4,8 +4,8 @@ from typing import Annotated
 
 from torch import nn
 
-from paceline.models.keys import Count, Rule
-from paceline.models.norms import NormKind, make_norm
+from paceline.core.norms import NormKind, make_norm
+from paceline.models.options import Count, Rule
 
 Width = Annotated[int, Rule("a whole number, 2 or more", lambda n: n >= 2)]
 

@@ -10,9 +10,9 @@ from typing import Annotated
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.core.norms import NormKind, make_norm
 from paceline.models.convs import conv3x3, he_init
-from paceline.models.keys import Count, Fraction, Rule, require_image_size
-from paceline.models.norms import NormKind, make_norm
+from paceline.models.options import Count, Fraction, Rule, require_image_size
 
 Depth = Annotated[int, Rule("6n + 4: 10, 16, 22, 28, 34, 40 ...", lambda n: n >= 10 and n % 6 == 4)]
 

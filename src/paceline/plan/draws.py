@@ -21,7 +21,7 @@ import numpy as np
 from paceline.plan.cluster import LOOSE, Cluster, Range, Wire
 from paceline.plan.links import Array, Link
 from paceline.plan.measured import Measured
-from paceline.plan.noise import Noise
+from paceline.plan.tradeoff import Noise
 
 DRAWS = 400
 _SEED = 20170608

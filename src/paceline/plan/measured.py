@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecordError
-from paceline.measure.spread import deviation, mean, median
 from paceline.plan.fields import Odd, load, number, own_flags, table_of, task_of, whole, words
 from paceline.plan.lag import expected_lag
 from paceline.plan.links import Timing
-from paceline.plan.noise import Noise, read_noise
-from paceline.records import PARTS, read_metrics, unit_of
+from paceline.plan.tradeoff import Noise, read_noise
+from paceline.records import COMPONENTS, read_metrics, unit_of
+from paceline.spread import deviation, mean, median
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # DDP's own sizes: a small one first, so that averaging starts early
 _FORWARD = 1 / 3  # of compute: a backward pass takes about two forward passes' time
@@ -43,7 +43,7 @@ class Point:
     samples_per_s: float
     spread: float
     """Relative deviation of the speed from window to window."""
-    parts_s: Mapping[str, float]
+    components_s: Mapping[str, float]
     """Where a step's time goes; they add up to global_batch / samples_per_s."""
     forward_s: float
     backward_s: float
@@ -181,7 +181,7 @@ _BROKEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivi
 def _scale_point(count: Mapping[str, Any]) -> Point:
     """A count of scale.json. Its parts are scaled to add up to the time a step took in the timed windows."""
     workers, batch, speed = whole(count, "workers"), whole(count, "global_batch"), number(count, "samples_per_s", above=True)
-    parts = _alone({name: number(count["parts_s"], name) for name in PARTS}, workers)
+    parts = _alone({name: number(count["components_s"], name) for name in COMPONENTS}, workers)
     windows = [number({"windows": window}, "windows") for window in count.get("windows") or ()]
     scale = _scale(batch / speed, parts)
     return Point(
@@ -190,7 +190,7 @@ def _scale_point(count: Mapping[str, Any]) -> Point:
         global_batch=batch,
         samples_per_s=speed,
         spread=deviation(windows) / mean(windows) if any(windows) else 0.0,
-        parts_s={name: seconds * scale for name, seconds in parts.items()},
+        components_s={name: seconds * scale for name, seconds in parts.items()},
         forward_s=number(count, "forward_s") * scale,
         backward_s=number(count, "backward_s") * scale,
         compute_spread_s=number({"compute_spread_s": 0.0, **count}, "compute_spread_s") * scale,
@@ -202,7 +202,7 @@ def _scale(step_s: float, parts: Mapping[str, float]) -> float:
     """The factor at which parts add up to a step."""
     total = math.fsum(parts.values())
     if total <= 0:
-        raise Odd("parts_s are all 0")
+        raise Odd("components_s are all 0")
     return step_s / total
 
 
@@ -239,7 +239,7 @@ def _read_training(path: Path) -> Measured:
         raise RecordError(f"{path}/environment.json has no complete contract ({words(error)}): {remedy}") from None
     try:
         rows = read_metrics(path)
-        health = [row for row in rows if row.get("kind") == "health" and isinstance(row.get("parts_s"), Mapping)]
+        health = [row for row in rows if row.get("kind") == "health" and isinstance(row.get("components_s"), Mapping)]
         run = _done_run(rows, contract) or planned
     except (OSError, RecursionError, *_BROKEN) as error:
         raise RecordError(f"{path}/metrics.jsonl cannot be read ({words(error)}): {remedy}") from None
@@ -280,7 +280,7 @@ def _read_training(path: Path) -> Measured:
 
 def _training_point(workers: int, nodes: int, batch: int, rows: Sequence[Mapping[str, Any]]) -> Point:
     """A step as the health rows have it on average."""
-    means = {name: mean([number(row["parts_s"], name) for row in rows]) for name in PARTS}
+    means = {name: mean([number(row["components_s"], name) for row in rows]) for name in COMPONENTS}
     speeds = [number(row, "samples_per_s", above=True) for row in rows]
     speed = median(speeds)
     scale = _scale(batch / speed, means)
@@ -292,7 +292,7 @@ def _training_point(workers: int, nodes: int, batch: int, rows: Sequence[Mapping
         global_batch=batch,
         samples_per_s=speed,
         spread=deviation(speeds) / mean(speeds),
-        parts_s=parts,
+        components_s=parts,
         forward_s=_FORWARD * parts["compute"],
         backward_s=(1 - _FORWARD) * parts["compute"],
         compute_spread_s=waits,

@@ -44,7 +44,7 @@ class Step:
     workers: int
     nodes: int
     global_batch: float
-    parts_s: dict[str, Array]
+    components_s: dict[str, Array]
     reduce_s: Array
     """All buckets' all-reduces, hidden or not."""
     latency_s: Array
@@ -53,7 +53,7 @@ class Step:
     @property
     def step_s(self) -> Array:
         """The whole step."""
-        return _total(list(self.parts_s.values()))
+        return _total(list(self.components_s.values()))
 
     @property
     def samples_per_s(self) -> Array:
@@ -89,7 +89,7 @@ class Model:
             workers=workers,
             nodes=self.cluster.nodes(workers),
             global_batch=batch,
-            parts_s={**own, "communication": exposed, "waiting": waiting},
+            components_s={**own, "communication": exposed, "waiting": waiting},
             reduce_s=_total([nothing, *(whole for whole, _ in durations)]),
             latency_s=_total([nothing, *(latency for _, latency in durations)]),
         )
@@ -143,23 +143,23 @@ class Model:
         for point in self.measured.alike():
             points.setdefault(self._together(point), point)
         keys = sorted(points)
-        at = {name: float(np.interp(key, keys, [points[k].parts_s[name] for k in keys])) for name in _OWN}
+        at = {name: float(np.interp(key, keys, [points[k].components_s[name] for k in keys])) for name in _OWN}
         return {**at, "backward": float(np.interp(key, keys, [points[k].backward_s for k in keys]))}
 
     def _at_samples(self, samples: float) -> dict[str, float]:
         """With so many samples a worker."""
         base = self.measured.base
         most = math.ceil(base.samples)
-        alone = [point.parts_s["compute"] / self._crowded(point) for point in self.measured.points]
+        alone = [point.components_s["compute"] / self._crowded(point) for point in self.measured.points]
         points = [(float(math.ceil(point.samples)), s) for point, s in zip(self.measured.points, alone, strict=True)]
-        compute = base.parts_s["compute"] * _line(points, samples) / _line(points, most)
+        compute = base.components_s["compute"] * _line(points, samples) / _line(points, most)
         share = samples / most
         return {
-            "input": base.parts_s["input"] * share,
+            "input": base.components_s["input"] * share,
             "compute": compute,
-            "optimizer": base.parts_s["optimizer"],
-            "other": base.parts_s["other"],
-            "backward": base.backward_s * compute / base.parts_s["compute"] if base.parts_s["compute"] else 0.0,
+            "optimizer": base.components_s["optimizer"],
+            "other": base.components_s["other"],
+            "backward": base.backward_s * compute / base.components_s["compute"] if base.components_s["compute"] else 0.0,
         }
 
     def _slots(self) -> int | None:
@@ -173,11 +173,11 @@ class Model:
         What workers waited is the better measure: what slows all of them at once makes none of them wait.
         """
         point = self.measured.points[-1]
-        if not point.parts_s["compute"]:
+        if not point.components_s["compute"]:
             return 0.0
         if point.workers < 2:
-            return point.compute_spread_s / point.parts_s["compute"]
-        return point.parts_s["waiting"] / point.parts_s["compute"] / expected_lag(point.workers)
+            return point.compute_spread_s / point.components_s["compute"]
+        return point.components_s["waiting"] / point.components_s["compute"] / expected_lag(point.workers)
 
     def _reduce(self, workers: int, size: float) -> tuple[Array, Array]:
         """An all-reduce of so many bytes in training, and what of it is latency."""
@@ -225,7 +225,7 @@ def _interference(model: Model, point: Point) -> Array | None:
     by_itself = [alone._reduce(point.workers, bucket.bytes)[0] for bucket in model.measured.buckets]
     ready = [bucket.ready for bucket in model.measured.buckets]
     backward = point.backward_s * model.draws.slowness
-    target = point.parts_s["communication"] * model.draws.reduce
+    target = point.components_s["communication"] * model.draws.reduce
     if target[0] <= 0:
         return None
     low, high = (np.full_like(backward, each) for each in _CALIBRATED)

@@ -18,8 +18,8 @@ from paceline.plan.fields import short
 from paceline.plan.here import make_here
 from paceline.plan.measured import Measured, Run, read_measured
 from paceline.plan.model import Mode, Model, make_model
-from paceline.plan.noise import MOST_NOISE, Noise, given_noise, read_noise
 from paceline.plan.target import Returns, counts_up_to, data_limit, find_returns, place_limit, price_of, steps_needed, time_s
+from paceline.plan.tradeoff import MOST_NOISE, Noise, given_noise, read_noise
 from paceline.plan.words import (
     BARS,
     count_words,
@@ -210,7 +210,7 @@ def make_row(model: Model, workers: int, price: tuple[float, str] | None) -> dic
         **dict(zip(("samples_per_s", "low", "high"), speed, strict=True)),
         **dict(zip(("efficiency", "efficiency_low", "efficiency_high"), efficiency, strict=True)),
         "step_s": float(step.step_s[0]),
-        "parts_s": {name: float(part[0]) for name, part in step.parts_s.items()},
+        "components_s": {name: float(part[0]) for name, part in step.components_s.items()},
         "reduce_s": float(step.reduce_s[0]),
     }
     if run is None or workers > (data_limit(model) or workers):
@@ -362,7 +362,7 @@ def _noise_of(path: Path) -> Noise:
 
 
 def _cells(row: dict[str, Any], timed: bool, priced: bool) -> list[str]:
-    parts = row["parts_s"]
+    parts = row["components_s"]
     cells = [f"{row['workers']:,}", f"{row['nodes']:,}", f"{row['global_batch']:,}", number_words(row["samples_per_s"])]
     cells += [range_words(row["low"], row["high"]), f"{row['efficiency']:.1%}"]
     cells += [number_words(1e3 * each) for each in (row["step_s"], parts["communication"], parts["waiting"])]

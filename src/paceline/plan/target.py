@@ -23,7 +23,7 @@ from paceline.plan.cluster import Cluster
 from paceline.plan.links import Array
 from paceline.plan.measured import Run
 from paceline.plan.model import Model, Step
-from paceline.plan.noise import Noise, examples_ratio
+from paceline.plan.tradeoff import Noise, examples_ratio
 
 WORTH = 0.2
 """Doubling the workers halves the time at best; below this share saved it is called not worth it."""
@@ -148,7 +148,7 @@ def _blame(model: Model, here: Step, more: Step, ratio: float) -> str:
         noise = 0.0 if model.draws.noise is None else float(model.draws.noise[0])
         by_noise = examples_ratio(noise, more.global_batch, here.global_batch)
         return "noise" if noise and by_noise - 1 > (examples - 1) / 2 else "data"  # the rest is whole steps' doing
-    before, after = ({name: float(part[0]) for name, part in step.parts_s.items()} for step in (here, more))
+    before, after = ({name: float(part[0]) for name, part in step.components_s.items()} for step in (here, more))
     shrink = 1.0 if model.mode == "weak" else 1 / workers  # of a worker's samples
     grown = {name: after[name] - shrink * before[name] for name in after}
     worst = max(("communication", "waiting"), key=lambda name: grown[name])

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.measure.results import check_results
-from paceline.records import PARTS, unit_of
+from paceline.records import COMPONENTS, unit_of
 from paceline.report.confined import AnyPath
 from paceline.report.ends import read_ends
 from paceline.report.facts import contract_lines, environment_lines
@@ -26,6 +25,7 @@ from paceline.report.series import Columns, Metrics, number, read_metrics_column
 from paceline.report.summary import sentence, tone
 from paceline.report.tables import view_landscape, view_scale, view_study
 from paceline.report.timeline import view_timeline
+from paceline.study.results import check_results
 
 STUDY_FILES = ("study.json", "results.json")
 """What a study's folder has its results in."""
@@ -289,7 +289,7 @@ def _last(metrics: Metrics, result: Mapping[str, Any]) -> dict[str, float | int 
 
 def _where(health: Columns) -> dict[str, Any] | None:
     """Where the run's steps went, on the whole: each health row counts for the steps since the one before."""
-    names = [name for name in health.values if name.startswith("parts_s.")]
+    names = [name for name in health.values if name.startswith("components_s.")]
     steps = health.values.get("step")
     if not names or steps is None:
         return None
@@ -299,11 +299,11 @@ def _where(health: Columns) -> dict[str, Any] | None:
         pairs = [(value, w) for value, w in zip(health.values[name], weights, strict=True) if value == value and w == w]
         whole = sum(w for _, w in pairs)
         if whole:
-            means[name.removeprefix("parts_s.")] = sum(value * w for value, w in pairs) / whole
-    ordered = [*(name for name in PARTS if name in means), *(name for name in means if name not in PARTS)]
+            means[name.removeprefix("components_s.")] = sum(value * w for value, w in pairs) / whole
+    ordered = [*(name for name in COMPONENTS if name in means), *(name for name in means if name not in COMPONENTS)]
     slowest, lag_s = _straggler(health)
     return {
-        "parts_s": {name: short(means[name]) for name in ordered},
+        "components_s": {name: short(means[name]) for name in ordered},
         "step_s": short(sum(means.values())),
         "slowest": slowest,
         "lag_s": None if lag_s is None else short(lag_s),

@@ -29,7 +29,7 @@ class Columns:
     _known: set[str] = field(default_factory=lambda: {"kind"})
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """One more row: of its fields, those that are numbers, and of `parts_s` each part as `parts_s.NAME`."""
+        """One more row: of its fields, those that are numbers, and of `components_s` each part as `components_s.NAME`."""
         flat = row if row.keys() <= self._known else self._flatten(row)
         for name, column in self.values.items():
             value = flat.get(name)
@@ -42,9 +42,9 @@ class Columns:
     def _flatten(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The numbers of a row, with a column for each; most rows have only those that are there, and need none of this."""
         flat = {name: value for name, value in row.items() if type(value) is float or type(value) is int}
-        parts = row.get("parts_s")
+        parts = row.get("components_s")
         if type(parts) is dict:
-            flat |= {f"parts_s.{name}": value for name, value in parts.items() if number(value) is not None}
+            flat |= {f"components_s.{name}": value for name, value in parts.items() if number(value) is not None}
         for name in [name for name in flat if name not in self.values and len(name) <= _LONGEST_NAME]:
             if len(self.values) < _MOST_COLUMNS:
                 self.values[name] = array("d", [math.nan]) * self.count

@@ -75,12 +75,12 @@ def plural(count: float, word: str) -> str:
     return f"{count:,.0f} {word if count == 1 else stem + many}"
 
 
-def shares(parts_s: Mapping[str, float]) -> str:
+def shares(components_s: Mapping[str, float]) -> str:
     """`82% of a step was compute, 11% communication`: the largest parts, down to a twentieth."""
-    whole = math.fsum(parts_s.values())
+    whole = math.fsum(components_s.values())
     if whole <= 0:
         return ""
-    ranked = sorted(((value / whole, name) for name, value in parts_s.items()), reverse=True)[:3]
+    ranked = sorted(((value / whole, name) for name, value in components_s.items()), reverse=True)[:3]
     words = [f"{share:.0%} {name}" for share, name in ranked if share >= 0.05]
     if not words:
         return ""
@@ -108,7 +108,7 @@ def _train(source: Mapping[str, Any]) -> str:
         said += f"was cut short {_how_far(source)}, and nothing says why. It was to train {what}{place}."
     else:
         said += f"ended as {status!r}{_outcome(source)}."
-    where = shares(source["where"]["parts_s"]) if source.get("where") else ""
+    where = shares(source["where"]["components_s"]) if source.get("where") else ""
     return f"{said} {where}." if where else said
 
 
@@ -228,7 +228,7 @@ def _scale(source: Mapping[str, Any]) -> str:
     if speed_up:
         linear = last["workers"] / first["workers"]
         said += f": {speed_up:.2f} times as many, {speed_up / linear:.0%} of linear"
-    where = shares(last["parts_s"])
+    where = shares(last["components_s"])
     return f"{said}. With {plural(last['workers'], 'worker')}, {where}." if where else f"{said}."
 
 

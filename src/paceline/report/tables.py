@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.measure.results import GOOD, compare_arm, difference_words, final_values, spread_words
-from paceline.measure.spread import LEGEND, deviation, mean, median
-from paceline.records import PARTS, unit_of
+from paceline.records import COMPONENTS, unit_of
 from paceline.report.series import number, short, text
+from paceline.spread import LEGEND, deviation, mean, median
+from paceline.study.results import GOOD, compare_arm, difference_words, final_values, spread_words
 
 """What a step's time is divided into, in the order it is drawn."""
 
@@ -88,9 +88,9 @@ def view_landscape(found: Any, problems: list[str]) -> dict[str, Any] | None:
 
 def parts_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The parts of a step in seconds, ours first and in order, unknown ones after them."""
-    found = row.get("parts_s")
+    found = row.get("components_s")
     found = {text(name, 40): number(value) for name, value in found.items()} if isinstance(found, dict) else {}
-    ordered = [*(name for name in PARTS if name in found), *(name for name in found if name not in PARTS)]
+    ordered = [*(name for name in COMPONENTS if name in found), *(name for name in found if name not in COMPONENTS)]
     return {name: value for name in ordered if (value := found[name]) is not None}
 
 
@@ -109,7 +109,7 @@ def _count(row: Any) -> dict[str, Any] | None:
         "workers": int(workers),
         "samples_per_s": speed,
         **{name: number(row.get(name)) for name in names},
-        "parts_s": parts_of(row),
+        "components_s": parts_of(row),
         "windows": len(_list(row.get("windows"))) or None,
         "memory_bytes": max((each for each in memory if each is not None), default=None),
         "buckets": len(_list(row.get("buckets"))) or None,

@@ -1,1 +1,5 @@
-"""Training: the task, the loop, the step, exact validation, and who watches."""
+"""The product's training loop: `paceline train` and `paceline.train`.
+
+Owns tasks, building a run, the contract, the step, validation and observers; `capture/`, `timing/` and `checkpoint/` serve it.
+May import: data, models, optim, core, dist. Start reading at `run.py`, then `build.py`, `loop.py` and `step.py`.
+"""

@@ -11,21 +11,21 @@ from torch.utils.data import Dataset
 
 from paceline import models
 from paceline.config import Config
-from paceline.data.keys import key, seed_all
+from paceline.core.determinism import same_bits
+from paceline.core.keys import key, seed_all
+from paceline.core.noise import Noise
+from paceline.core.norms import PartNorm, can_group, group_batch_norms
+from paceline.core.parts import Grouping, Pass, choose_grouping, deal_parts, measures_noise, plan_epoch
+from paceline.core.sampler import Sampler
+from paceline.core.sync_norm import replace_sync_batch_norms
 from paceline.data.loaders import Arrays, Loader, Resident, make_loader
-from paceline.data.sampler import Sampler
 from paceline.dist.agree import agreed, check_agreement
 from paceline.dist.world import World
 from paceline.errors import UsageError
-from paceline.models.norms import PartNorm, can_group, group_batch_norms
-from paceline.models.sync import replace_sync_batch_norms
 from paceline.optim import make_optimizer
 from paceline.optim.muon import describe_split
 from paceline.training.contract import Contract, make_contract, plan_run
 from paceline.training.dataset import count_samples, load_data
-from paceline.training.exact import same_bits
-from paceline.training.noise import Noise
-from paceline.training.parts import Grouping, Pass, choose_grouping, deal_parts, measures_noise, plan_epoch
 from paceline.training.precision import choose_precision
 from paceline.training.step import Step
 from paceline.training.task import Task

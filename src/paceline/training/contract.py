@@ -4,10 +4,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.config import Config
-from paceline.data.sampler import Sampler
+from paceline.core.sampler import Sampler
+from paceline.core.schedules import Schedule, make_schedule
 from paceline.dist.world import World, describe_devices
 from paceline.errors import UsageError
-from paceline.optim.schedules import Schedule, make_schedule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.config import Config
-from paceline.data.keys import key, seed_sample
+from paceline.core.keys import key, seed_sample
 from paceline.data.loaders import Arrays
 from paceline.dist.agree import check_agreement, fingerprints
 from paceline.dist.process import die_with_parent

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from paceline.data.keys import key, seed_all
+from paceline.core.keys import key, seed_all
+from paceline.core.sampler import Sampler
 from paceline.data.loaders import Inputs, Loader
-from paceline.data.sampler import Sampler
 from paceline.errors import UsageError
+from paceline.training.capture.graph import Graph, compiler, watch
 from paceline.training.first import check_values
-from paceline.training.graph import Graph, compiler, watch
 from paceline.training.step import Step, autocast
 
 _SAMPLES, _CHUNKS = 8192, 256  # at most, of the training data: what batch-norm statistics of averaged weights are taken over

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.data.keys import random_state
+from paceline.core.carrier import MOST_METRICS
+from paceline.core.keys import random_state
+from paceline.core.parts import Pass
 from paceline.data.loaders import Batch, map_tensors
 from paceline.dist.agree import check_agreement
 from paceline.errors import UsageError
 from paceline.records import ROW_FIELDS
-from paceline.training.carrier import MOST_METRICS
-from paceline.training.graph import module_state
-from paceline.training.parts import Pass
+from paceline.training.capture.graph import module_state
 
 if TYPE_CHECKING:
     from paceline.training.step import Step

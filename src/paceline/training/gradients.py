@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.data.keys import key, keys_torch, on_device, uniform
+from paceline.core.keys import key, keys_torch, on_device, uniform
 
 
 @dataclass

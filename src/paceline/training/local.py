@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.core.carrier import FREIGHT
+from paceline.core.exact_sum import Workers
+from paceline.core.parts import Pass
 from paceline.data.loaders import Inputs
-from paceline.dist.reduce import Workers
 from paceline.errors import UsageError
-from paceline.training.carrier import FREIGHT
-from paceline.training.parts import Pass
 
 if TYPE_CHECKING:
     from paceline.training.step import Step

@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.core.carrier import Meter
+from paceline.core.determinism import same_bits
+from paceline.core.parts import Pass
 from paceline.dist.agree import check_agreement
-from paceline.dist.reports import headline
+from paceline.dist.messages import headline
 from paceline.dist.watch import Watch
 from paceline.errors import Diverged, PacelineError, RecordError, Stopped, UsageError, refuse_exit
-from paceline.training import fast
 from paceline.training.build import Run
-from paceline.training.carrier import Meter
+from paceline.training.capture import prepare as fast
+from paceline.training.checkpoint.keeper import Keeper, Progress
 from paceline.training.evaluate import Averaged, Validation
-from paceline.training.exact import same_bits
-from paceline.training.health import Health
-from paceline.training.keeper import Keeper, Progress
 from paceline.training.observers import Observer, Result
-from paceline.training.parts import Pass
-from paceline.training.timeline import Profile
+from paceline.training.timing.health import Health
+from paceline.training.timing.profile import Profile
 
 EXPLODED, HOPELESS = 1e4, 1e8
 """Times the loss of the first step, or 1 if that is more. A loss that exploded is a divergence, though it is finite: if both

@@ -16,8 +16,8 @@ from paceline.output import try_say, warn
 from paceline.records import Record, environment
 from paceline.toml import read_toml, to_toml
 from paceline.training.contract import Contract
-from paceline.training.health import describe, judge
-from paceline.training.timeline import describe_timeline
+from paceline.training.timing.health import describe, judge
+from paceline.training.timing.profile import describe_timeline
 
 Row = Mapping[str, Any]
 
@@ -308,7 +308,7 @@ class TensorBoard:
         self._add({name.replace("val_", "validation/"): value for name, value in shown.items()}, row["step"])
 
     def health(self, row: Row) -> None:
-        self._add({f"step/{name}_s": value for name, value in row["parts_s"].items()}, row["step"])
+        self._add({f"step/{name}_s": value for name, value in row["components_s"].items()}, row["step"])
 
     def timeline(self, timeline: Row) -> None:
         pass

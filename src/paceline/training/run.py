@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import Config, make_config, to_flags
-from paceline.data.sampler import check_divides
+from paceline.core.sampler import check_divides
 from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, launch
+from paceline.dist.messages import report_record
 from paceline.dist.place import Place, check_workers, read_place
-from paceline.dist.reports import report_record
 from paceline.dist.watch import Watch
 from paceline.dist.world import World, world
 from paceline.errors import PacelineError, RecordError, Stopped, UsageError
@@ -23,8 +23,8 @@ from paceline.records import Record, close_cut_short, count_odd_lines, find_unfi
 from paceline.toml import read_recipe, read_toml
 from paceline.training import tasks
 from paceline.training.build import Run, build
+from paceline.training.checkpoint.keeper import FOLDER, REFUSED, Keeper, check_options
 from paceline.training.contract import check_parts
-from paceline.training.keeper import FOLDER, REFUSED, Keeper, check_options
 from paceline.training.loop import fit
 from paceline.training.observers import Observer, Printer, Recorder, Result, TensorBoard, check_tensorboard
 from paceline.training.task import Task

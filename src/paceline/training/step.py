@@ -17,20 +17,20 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Optimizer
 
 from paceline.config import Config
+from paceline.core.carrier import FREIGHT, MOST_METRICS, WISHES, Carrier, Reducer, averages, wrap
+from paceline.core.noise import Noise, adascale_gain, noise_scale
+from paceline.core.parts import Pass, Statistics
+from paceline.core.schedules import Schedule
 from paceline.data.loaders import Batch, Inputs, Loader
 from paceline.dist.watch import PHASES as WATCHED
 from paceline.dist.world import World
 from paceline.errors import UsageError
-from paceline.optim.schedules import Schedule
-from paceline.training.carrier import FREIGHT, MOST_METRICS, WISHES, Carrier, Reducer, averages, wrap
 from paceline.training.ema import Ema
 from paceline.training.first import FirstPasses
 from paceline.training.gradients import Jitter, Sam
 from paceline.training.local import Local
-from paceline.training.noise import Noise, adascale_gain, noise_scale
-from paceline.training.parts import Pass, Statistics
 from paceline.training.task import Objective
-from paceline.training.timing import Clock
+from paceline.training.timing.clock import Clock
 
 Loss = Callable[[Inputs, float], tuple[Tensor, Tensor]]
 """A pass's inputs and share of the step -> what is differentiated, and the metrics' means, both times the share."""

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from paceline.config import Config
+from paceline.core.keys import key, random_state, seed_all
+from paceline.core.sampler import Sampler
 from paceline.data.augment import Images
-from paceline.data.keys import key, random_state, seed_all
 from paceline.data.loaders import Arrays, Batch, make_loader, tensors_in
-from paceline.data.sampler import Sampler
 from paceline.dist.world import World
+from paceline.training.capture.graph import first_line
 from paceline.training.first import every
-from paceline.training.graph import first_line
 from paceline.training.task import Task
 
 _KEY = 0x7217  # keeps the random numbers of trials apart from those of training

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.core.keys import key
 from paceline.data.augment import Images
-from paceline.data.keys import key
 
 COUNT, SIDE = 200, 12
 SAMPLES = torch.randperm(10_000, generator=torch.Generator().manual_seed(3))[:COUNT]

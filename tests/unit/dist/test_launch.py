@@ -19,7 +19,7 @@ from paceline.dist import launch as module
 from paceline.dist import restarts
 from paceline.dist.agent import Meeting
 from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, _meeting, launch, start_as_worker
-from paceline.dist.reports import Report
+from paceline.dist.messages import Report
 from paceline.errors import PacelineError, UsageError
 
 
@@ -110,7 +110,7 @@ import os, signal, sys, time
 from pathlib import Path
 from paceline.dist.launch import start_as_worker
 start_as_worker()
-from paceline.dist.reports import read_stop, report_done, report_failure, report_record
+from paceline.dist.messages import read_stop, report_done, report_failure, report_record
 rank, here, reports = int(os.environ["RANK"]), Path({here!r}), Path(os.environ["PACELINE_REPORTS"])
 attempt = int(reports.name)
 launcher = os.getppid()

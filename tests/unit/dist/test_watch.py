@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from paceline.dist import reports
-from paceline.dist.reports import ask_to_stop, read_reports
+from paceline.dist import messages as reports
+from paceline.dist.messages import ask_to_stop, read_reports
 from paceline.dist.watch import PHASES, Watch
 
 BEGIN = """

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline import models
+from paceline.core.norms import NormKind
 from paceline.errors import UsageError
-from paceline.models.norms import NormKind
 
 # Small members of each family, for what does not depend on size.
 SMALL = ["linear", "mlp:width=32", "cnn:width=8", "resnet:depth=8,width=8", "wide_resnet:depth=10,width=1"]

@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline import models
 from paceline.errors import UsageError
-from paceline.models import keys
+from paceline.models import options
 
 
 def test_names_are_the_six_models():
@@ -87,9 +87,9 @@ def test_what_the_data_gives_is_checked(given):
 
 @pytest.mark.parametrize("annotation", [int, float])
 def test_plain_numbers_convert_too(annotation):
-    assert keys.convert("3", annotation) == annotation(3)
+    assert options.convert("3", annotation) == annotation(3)
     with pytest.raises(ValueError, match="number"):
-        keys.convert("x", annotation)
+        options.convert("x", annotation)
 
 
 def test_names_and_unknown_models_need_no_torch():

@@ -67,7 +67,7 @@ HEALTH = {
     "time_s": 3.0,
     "samples_per_s": 128 / 0.034,
     "step_s": 0.034,
-    "parts_s": PARTS,
+    "components_s": PARTS,
     "gradient_bytes": 4_000_000,
 }
 
@@ -121,7 +121,7 @@ def scale_json(
                 "samples_per_s": speed,
                 "windows": [speed * 0.99, speed, speed * 1.01],
                 "step_s": step,
-                "parts_s": parts,
+                "components_s": parts,
                 "forward_s": 0.01,
                 "backward_s": backward,
                 "compute_spread_s": 0.0,

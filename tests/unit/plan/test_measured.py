@@ -15,7 +15,7 @@ def test_a_record_of_scale(make_scale: Make) -> None:
     found = read_measured(make_scale(counts=(1, 2), ready=(0.5, 1.0)))
     assert [point.workers for point in found.points] == [1, 2]
     assert found.base.samples == 128
-    assert sum(found.base.parts_s.values()) == pytest.approx(found.base.step_s)
+    assert sum(found.base.components_s.values()) == pytest.approx(found.base.step_s)
     assert [bucket.ready for bucket in found.buckets] == [0.5, 1.0]
     assert found.run is not None
     assert (found.run.steps, found.run.global_batch) == (235, 128)
@@ -27,15 +27,15 @@ def test_parts_add_up_to_the_time_in_the_windows(make_scale: Make) -> None:
     """Timed steps may be slower than the others: only the windows say how fast training is."""
     found = read_measured(make_scale(counts=(1,), samples_per_s=2000.0))
     assert found.base.step_s == pytest.approx(0.064)
-    assert sum(found.base.parts_s.values()) == pytest.approx(0.064)
+    assert sum(found.base.components_s.values()) == pytest.approx(0.064)
     assert found.base.backward_s == pytest.approx(0.02 * 0.064 / 0.034)
 
 
 def test_one_worker_waits_for_nobody(make_scale: Make) -> None:
     odd = {"input": 0.0, "compute": 0.03, "communication": 0.002, "waiting": 0.001, "optimizer": 0.0, "other": 0.001}
-    found = read_measured(make_scale(counts=(1,), parts_s=odd))
-    assert found.base.parts_s["communication"] == found.base.parts_s["waiting"] == 0
-    assert found.base.parts_s["other"] / found.base.parts_s["compute"] == pytest.approx(0.004 / 0.03)
+    found = read_measured(make_scale(counts=(1,), components_s=odd))
+    assert found.base.components_s["communication"] == found.base.components_s["waiting"] == 0
+    assert found.base.components_s["other"] / found.base.components_s["compute"] == pytest.approx(0.004 / 0.03)
 
 
 def test_cpu_workers_share_cores_and_gpu_workers_do_not(make_scale: Make) -> None:
@@ -110,9 +110,9 @@ def test_a_broken_record_is_one_line(make_training: Make, spoil: Callable[[Path]
         ("global_batch", 0, "global_batch is 0: it must be a whole number, 1 or above"),
         ("samples_per_s", 0, "samples_per_s is 0: it must be a number above 0"),
         ("buckets", [{"bytes": "many", "ready": 1}], "bytes is 'many'"),
-        ("parts_s", {}, "no 'input'"),
-        ("parts_s", 5, "it does not hold what a record does"),
-        ("parts_s", dict.fromkeys(PARTS, 0), "parts_s are all 0"),
+        ("components_s", {}, "no 'input'"),
+        ("components_s", 5, "it does not hold what a record does"),
+        ("components_s", dict.fromkeys(PARTS, 0), "components_s are all 0"),
         ("contract", {"epochs": 5, "steps_per_epoch": 0, "global_batch": 128}, "steps_per_epoch is 0"),
         ("contract", {"epochs": 5, "steps_per_epoch": 47, "global_batch": 128, "train_samples": -5}, "train_samples is -5"),
     ],

@@ -28,7 +28,7 @@ def point(workers: int = 1, *, spread: float = 0.0, samples: int = 128, **parts:
         global_batch=samples * workers,
         samples_per_s=samples * workers / sum(found.values()),
         spread=0.01,
-        parts_s=found,
+        components_s=found,
         forward_s=found["compute"] / 3,
         backward_s=found["compute"] * 2 / 3,
         compute_spread_s=spread,
@@ -73,7 +73,7 @@ def model(found: Measured, cluster: Cluster, mode: Mode = "weak", speed: float =
 
 
 def parts(found: Measured, cluster: Cluster, workers: int, mode: Mode = "weak", speed: float = 1.0) -> dict[str, float]:
-    return {name: float(part[0]) for name, part in model(found, cluster, mode, speed).step(workers).parts_s.items()}
+    return {name: float(part[0]) for name, part in model(found, cluster, mode, speed).step(workers).components_s.items()}
 
 
 def test_two_workers_one_bucket_and_no_overlap_by_hand() -> None:
@@ -175,7 +175,7 @@ def test_nodes_of_one_core_are_no_faster_for_being_several() -> None:
 
 def test_how_unevenly_workers_compute_is_in_the_bars() -> None:
     found = replace(measured(replace(point(spread=0.01), spread=0.0), buckets=()))
-    waiting = model(found, boxes()).step(16).parts_s["waiting"]
+    waiting = model(found, boxes()).step(16).components_s["waiting"]
     assert waiting[1:].max() == pytest.approx(1.5 * waiting[0], rel=0.02)
     assert waiting[1:].min() == pytest.approx(waiting[0] / 1.5, rel=0.02)
 
@@ -272,15 +272,15 @@ def test_the_machine_that_was_measured_meets_its_own_measurements(make_scale: Ca
     """Also where all-reduces in training took twice as long as by themselves."""
     folder = make_scale(counts=(1, 2), ready=(0.5, 1.0))
     found = read_measured(folder)
-    slower = replace(found.points[1], parts_s={**found.points[1].parts_s, "communication": 0.009})
-    slower = replace(slower, samples_per_s=256 / sum(slower.parts_s.values()))
+    slower = replace(found.points[1], components_s={**found.points[1].components_s, "communication": 0.009})
+    slower = replace(slower, samples_per_s=256 / sum(slower.components_s.values()))
     found = replace(found, points=(found.points[0], slower))
     cluster = from_fit(fit_link(found.links), cores=None, trees=False)
     predicted = model(found, cluster)
     assert predicted.interference is not None
     assert predicted.interference[0] > 1.5
     assert predicted.step(2).samples_per_s[0] == pytest.approx(slower.samples_per_s, rel=1e-6)
-    assert predicted.step(2).parts_s["communication"] == pytest.approx(0.009, rel=1e-3)  # in every draw: the fit is perfect
+    assert predicted.step(2).components_s["communication"] == pytest.approx(0.009, rel=1e-3)  # in every draw
 
 
 def test_a_fit_on_two_predicts_four_of_a_machine_that_follows_the_model(make_scale: Callable[..., Path]) -> None:
@@ -319,7 +319,7 @@ def test_one_worker_is_as_fast_as_it_was_measured(compute: float, optimizer: flo
 def test_the_parts_add_up_and_the_bars_hold_the_prediction() -> None:
     loose = replace(boxes(), inter=Wire(latency_s=exactly(1e-4), bytes_per_s=Range(typical=1e9, low=5e8, high=1.2e9)))
     predicted = model(measured(point(spread=0.001)), loose).step(16)
-    assert predicted.step_s[0] == pytest.approx(sum(part[0] for part in predicted.parts_s.values()))
+    assert predicted.step_s[0] == pytest.approx(sum(part[0] for part in predicted.components_s.values()))
     nominal, low, high = bars(predicted.samples_per_s)
     assert low < nominal < high
     again = model(measured(point(spread=0.001)), loose).step(16)

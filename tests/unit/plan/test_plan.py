@@ -123,8 +123,8 @@ def test_cores_may_be_told(make_scale: Make) -> None:
         *((apart, "", 0.03), (apart, "none", 0.03), (apart, "2", 0.06)),
     ):
         found = row(record, 4, cluster="here", cores=cores)
-        assert found["parts_s"]["compute"] == pytest.approx(compute), (record.name, cores)
-    assert row(one, 4, cores="2")["parts_s"]["compute"] == pytest.approx(0.06)
+        assert found["components_s"]["compute"] == pytest.approx(compute), (record.name, cores)
+    assert row(one, 4, cores="2")["components_s"]["compute"] == pytest.approx(0.06)
 
 
 def test_told_that_workers_share_none_cores_still_carry_the_link(make_scale: Make) -> None:
@@ -150,7 +150,7 @@ def test_a_factor_at_its_limit_is_no_finding(make_scale: Make) -> None:
     slow = {"input": 0.0, "compute": 0.03, "communication": 3.0, "waiting": 0.0, "optimizer": 0.0, "other": 0.0}
     folder = make_scale()
     found = json.loads((folder / "scale.json").read_text())
-    found["counts"][1] |= {"parts_s": slow, "samples_per_s": 256 / 3.03, "windows": []}
+    found["counts"][1] |= {"components_s": slow, "samples_per_s": 256 / 3.03, "windows": []}
     (folder / "scale.json").write_text(json.dumps(found))
     said = conclude(make_plan(Request(record=str(folder), cluster="here")))
     assert any("take 20.00 times" in line and "the limit of what the model allows for" in line for line in said)
@@ -348,5 +348,5 @@ def test_a_record_without_a_noise_scale_has_none_to_give(make_scale: Make, make_
 
 
 def test_nothing_of_it_imports_torch() -> None:
-    code = "import sys, paceline.plan.plan, paceline.plan.advise; assert 'torch' not in sys.modules, 'torch is loaded'"
+    code = "import sys, paceline.plan.plan, paceline.advise.advise; assert 'torch' not in sys.modules, 'torch is loaded'"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -34,7 +34,7 @@ def test_a_complete_record(demo: Path) -> None:
     assert source["environment"]["torch"] == "2.13.0"
     assert source["series"]["step"]["epoch"][:2] == [0.25, 0.5]
     assert source["series"]["epoch"]["val_accuracy"][-1] == 0.88
-    assert source["where"]["parts_s"]["compute"] == 0.02
+    assert source["where"]["components_s"]["compute"] == 0.02
     assert source["where"]["slowest"] == 1
     assert source["timeline"]["steps"][0]["step"] == 21
     assert source["landscape"]["x"][0] == -1
@@ -211,7 +211,7 @@ def test_a_summary_finds_the_last_validation_above_many_steps_and_the_speed_that
     (demo / "result.json").unlink()
     steps = [{"kind": "step", "step": 61 + index, "epoch": 4, "loss": 0.5} for index in range(2_000)]
     append(demo, {"kind": "epoch", "step": 60, "epoch": 3, "samples_per_s": 7000.0}, *steps)  # one without a validation
-    append(demo, {"kind": "health", "step": 2060, "samples_per_s": 9.0, "parts_s": {}})
+    append(demo, {"kind": "health", "step": 2060, "samples_per_s": 9.0, "components_s": {}})
     line, last = read_summary(demo), read_source(demo)["last"]
     names = ("accuracy", "loss", "samples_per_s", "steps")
     assert [line[name] for name in names] == pytest.approx([last[name] for name in names])
@@ -231,8 +231,10 @@ def test_a_run_resumed_on_other_workers_has_theirs_in_the_list_and_its_command_o
 
 
 def test_who_is_waited_for_and_how_long_is_said_of_one_worker(demo: Path) -> None:
-    rows = [{"kind": "health", "step": 61 + n, "parts_s": {"compute": 1.0}, "slowest": 1, "lag_s": 0.004} for n in range(3)]
-    append(demo, *rows, {"kind": "health", "step": 70, "parts_s": {"compute": 1.0}, "slowest": 0, "lag_s": 9.0})
+    rows = [
+        {"kind": "health", "step": 61 + n, "components_s": {"compute": 1.0}, "slowest": 1, "lag_s": 0.004} for n in range(3)
+    ]
+    append(demo, *rows, {"kind": "health", "step": 70, "components_s": {"compute": 1.0}, "slowest": 0, "lag_s": 9.0})
     where = read_source(demo)["where"]
     assert (where["slowest"], where["lag_s"]) == (1, pytest.approx(0.003))
     append(demo, *[row | {"step": 71 + place, "slowest": 0} for place, row in enumerate(rows)])

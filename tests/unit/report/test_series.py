@@ -28,9 +28,9 @@ def test_rows_become_columns_with_gaps_where_a_row_had_no_number(tmp_path: Path)
 
 
 def test_parts_of_a_step_are_columns_of_their_own_in_the_order_written(tmp_path: Path) -> None:
-    row = {"kind": "health", "step": 1, "parts_s": {"input": 0.1, "compute": 0.5, "other": "nan"}, "slowest": None}
+    row = {"kind": "health", "step": 1, "components_s": {"input": 0.1, "compute": 0.5, "other": "nan"}, "slowest": None}
     found = read_metrics_columns(write(tmp_path / "m", row))
-    assert list(found.health.values) == ["step", "parts_s.input", "parts_s.compute"]
+    assert list(found.health.values) == ["step", "components_s.input", "components_s.compute"]
 
 
 def test_what_a_resumed_run_did_again_is_there_once(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def train(name: str = "demo", status: str = "done", **changes: Any) -> dict[str,
 
 
 def test_a_finished_run() -> None:
-    where = {"parts_s": {"compute": 0.82, "communication": 0.11, "other": 0.04, "input": 0.03}}
+    where = {"components_s": {"compute": 0.82, "communication": 0.11, "other": 0.04, "input": 0.03}}
     assert train(where=where)["summary"] == (
         "demo trained cnn on fashion-mnist-mini with 2 workers (V = 4, global batch 256) to accuracy 0.8820 in 5 epochs, 3.8 s,"
         " 7,861 images/s. 82% of a step was compute, 11% communication."
@@ -140,8 +140,8 @@ def test_without_accuracy_the_lowest_loss_is_best() -> None:
 
 def test_scaling_in_a_sentence() -> None:
     counts = [
-        {"workers": 1, "samples_per_s": 100.0, "speed_up": 1.0, "parts_s": {}},
-        {"workers": 4, "samples_per_s": 300.0, "speed_up": 3.0, "parts_s": {"compute": 3.0, "waiting": 1.0}},
+        {"workers": 1, "samples_per_s": 100.0, "speed_up": 1.0, "components_s": {}},
+        {"workers": 4, "samples_per_s": 300.0, "speed_up": 3.0, "components_s": {"compute": 3.0, "waiting": 1.0}},
     ]
     source = train(kind="scale", scale={"task": "t", "mode": "weak", "unit": "images", "counts": counts})
     assert source["summary"] == (

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.measure.results import compare_arm, read_results, spread_words, table
 from paceline.report.tables import parts_of, view_landscape, view_scale, view_study
+from paceline.study.results import compare_arm, read_results, spread_words, table
 
 RESULTS = sorted((Path(__file__).parents[3] / "studies" / "results").glob("*.json"))
 
@@ -23,8 +23,8 @@ def test_counts_come_in_order_and_broken_ones_are_said() -> None:
 
 
 def test_parts_come_in_the_order_they_are_drawn() -> None:
-    assert list(parts_of({"parts_s": {"waiting": 1, "new": 2, "input": 3, "other": "nan"}})) == ["input", "waiting", "new"]
-    assert parts_of({"parts_s": None}) == {}
+    assert list(parts_of({"components_s": {"waiting": 1, "new": 2, "input": 3, "other": "nan"}})) == ["input", "waiting", "new"]
+    assert parts_of({"components_s": None}) == {}
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from harness.processes import run_workers
 from harness.training import Trained, Watcher, blobs, train_in
 from paceline.config import make_config
+from paceline.core.norms import PartNorm
+from paceline.core.sync_norm import SyncNorm
 from paceline.data.loaders import Arrays
 from paceline.dist.world import World, world
 from paceline.errors import WorkersDisagree
-from paceline.models.norms import PartNorm
-from paceline.models.sync import SyncNorm
 from paceline.training.build import Run, build
 from paceline.training.ema import Ema
 from paceline.training.evaluate import Averaged

@@ -11,7 +11,7 @@ from paceline.config import make_config
 from paceline.errors import UsageError
 from paceline.training.build import build
 from paceline.training.gradients import Jitter, Sam
-from unit.training.test_parts import ALONE
+from unit.core.test_parts import ALONE
 
 
 def test_sam_takes_the_gradient_uphill_and_comes_back():

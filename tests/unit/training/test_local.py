@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from harness.processes import run_workers
 from harness.training import Trained, blobs, train_in
 from paceline.config import make_config
+from paceline.core.sync_norm import SyncNorm
 from paceline.data.loaders import Arrays
 from paceline.dist.world import World, world
 from paceline.errors import Stopped, UsageError
-from paceline.models.sync import SyncNorm
 from paceline.training.build import build
-from paceline.training.keeper import Keeper
+from paceline.training.checkpoint.keeper import Keeper
 from paceline.training.loop import fit
 from paceline.training.task import Task
 

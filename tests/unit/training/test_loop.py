@@ -57,7 +57,7 @@ def several(world: World) -> list[Trained]:
 
 
 def test_every_sample_of_a_step_weighs_the_same_on_any_number_of_workers() -> None:
-    from paceline.data.sampler import Sampler
+    from paceline.core.sampler import Sampler
 
     sampler = Sampler(31, 12, 3, 0)
     order, bounds = sampler.order(0).tolist(), sampler.step_bounds.tolist()

@@ -20,7 +20,7 @@ from harness.processes import children
 from harness.training import blobs
 from paceline.config import make_config
 from paceline.dist.launch import Outcome
-from paceline.dist.reports import Report
+from paceline.dist.messages import Report
 from paceline.errors import PacelineError, UsageError
 from paceline.records import read_metrics, read_result
 from paceline.report.page import report_verb

@@ -5,7 +5,7 @@
     visible, trains, safe, uid, clip, isNumber, seconds, bytes, commas, node, chart, layout, keysOf, column, xAxis,
   } = window.Paceline;
 
-  const PARTS = {
+  const COMPONENTS = {
     light: {
       input: "#00845f", compute: "#0072b2", communication: "#e69f00", waiting: "#d55e00", optimizer: "#b0458a", other: "#8b93a1",
     },
@@ -21,7 +21,7 @@
     const data = names.map((name) => ({
       type: "bar", orientation: "h", name: safe(name), meta: name, uid: uid(name), y: bars.map((_, index) => index),
       x: bars.map((bar) => (bar.parts[name] || 0) * 1e3),
-      marker: { color: PARTS[look.theme][name] || PARTS[look.theme].other, line: { color: look.card, width: 1 } },
+      marker: { color: COMPONENTS[look.theme][name] || COMPONENTS[look.theme].other, line: { color: look.card, width: 1 } },
       text: bars.map((bar, index) => (
         (bar.parts[name] || 0) / totals[index] >= (look.narrow ? 0.14 : 0.06)
           ? `${Math.round((100 * bar.parts[name]) / totals[index])}%` : ""
@@ -65,21 +65,21 @@
   // How the parts of a step changed while one run trained: a health row stands for the steps since the one before it.
   function healthFigure(source, context) {
     const { look, x } = context, health = source.series.health,
-      names = Object.keys(health).filter((name) => name.startsWith("parts_s."));
+      names = Object.keys(health).filter((name) => name.startsWith("components_s."));
     const axis = xAxis([source], x), at = column(source, "health", x) || [];
     const kept = at.map((_, index) => index).filter((index) => isNumber(at[index]) && (index === 0 || at[index] > at[index - 1]));
     const xs = [0, ...kept.map((index) => at[index] / axis.by)];
     return {
       data: names.map((name) => {
         const part = name.slice(8), ys = kept.map((index) => (health[name][index] || 0) * 1e3),
-          color = PARTS[look.theme][part] || PARTS[look.theme].other;
+          color = COMPONENTS[look.theme][part] || COMPONENTS[look.theme].other;
         return {
           type: "scatter", mode: "lines", stackgroup: "parts", name: safe(part), uid: uid(name), x: xs, y: [ys[0], ...ys],
           line: { shape: "vh", width: 0, color }, fillcolor: color, hovertemplate: `${safe(part)}: %{y:.3~g} ms<extra></extra>`,
         };
       }),
       keys: names.map(
-        (name) => ({ name: name.slice(8), color: PARTS[look.theme][name.slice(8)] || PARTS[look.theme].other, mark: "box" })
+        (name) => ({ name: name.slice(8), color: COMPONENTS[look.theme][name.slice(8)] || COMPONENTS[look.theme].other, mark: "box" })
       ),
       layout: layout(
         look,
@@ -98,11 +98,11 @@
   function step(sources) {
     const items = [], runs = trains(visible(sources)).filter((source) => source.where);
     const scales = sources.filter((source) => source.scale),
-      bars = runs.map((source) => ({ label: source.name, parts: source.where.parts_s }));
+      bars = runs.map((source) => ({ label: source.name, parts: source.where.components_s }));
     for (const source of scales) {
-      bars.push(...source.scale.counts.filter((row) => Object.keys(row.parts_s).length).map((row) => ({
+      bars.push(...source.scale.counts.filter((row) => Object.keys(row.components_s).length).map((row) => ({
         label: `${commas(row.workers)} worker${row.workers === 1 ? "" : "s"}${scales.length > 1 ? ", " + source.name : ""}`,
-        parts: row.parts_s,
+        parts: row.components_s,
       })));
     }
     if (!bars.length) return items;

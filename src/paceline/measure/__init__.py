@@ -1,1 +1,0 @@
-"""What can be measured about a machine or a run."""

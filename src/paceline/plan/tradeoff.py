@@ -1,0 +1,79 @@
+"""The noise scale of a run, and the trade between steps and examples that follows from it.
+
+With a noise scale N, a run at global batch B needs S = Smin (1 + N / B) steps and E = S B = Emin (1 + B / N) examples, where
+Emin = N Smin: hence (S / Smin - 1)(E / Emin - 1) = 1 (McCandlish et al. 2018, arXiv:1812.06162, eq. 2.11; the critical batch
+Emin / Smin is taken to be the noise scale). So from B to 2 B the steps fall to (1 + N / 2B) / (1 + N / B): by nearly half while
+B is far below N, by a quarter at B = N, hardly beyond. It is a rule about the number of steps, not about accuracy: it assumes
+that the learning rate is set well at every batch; `paceline rehearse` measures what really happens.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.spread import median
+
+MOST_NOISE = 1e12
+"""Samples beyond which a noise scale is as good as endless."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """A noise scale, in samples."""
+
+    scale: float
+    low: float
+    """Lower quartile over the second half of the run."""
+    high: float
+    rows: int
+
+
+def read_noise(rows: Sequence[Mapping[str, Any]]) -> Noise | None:
+    """The noise scale of a record's rows: the median over the second half of the run, and its quartiles.
+
+    Rows hold ratios of smoothed numbers (training/noise.py). The noise scale grows while a run learns; its second half is where
+    most of the steps are worth saving. Epoch rows repeat the step rows' last value: used only where there are no others.
+    """
+    for kind in ("step", "epoch"):
+        found = [row["noise_scale"] for row in rows if row.get("kind") == kind and _usable(row.get("noise_scale"))]
+        values = [float(min(each, MOST_NOISE)) for each in found]
+        if values:
+            return _middle(values[len(values) // 2 :])
+    return None
+
+
+def given_noise(scale: float) -> Noise:
+    """A noise scale somebody states, without a range."""
+    return Noise(scale=scale, low=scale, high=scale, rows=0)
+
+
+def steps_ratio(noise: float, batch: float, reference: float) -> float:
+    """Steps at a global batch, relative to those at the reference batch."""
+    return (1 + noise / batch) / (1 + noise / reference)
+
+
+def examples_ratio(noise: float, batch: float, reference: float) -> float:
+    """Examples at a global batch, relative to those at the reference batch."""
+    return steps_ratio(noise, batch, reference) * batch / reference
+
+
+def saved_by_doubling(noise: float, batch: float) -> float:
+    """The share of steps that twice the batch saves."""
+    return 1 - steps_ratio(noise, 2 * batch, batch)
+
+
+def _usable(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _middle(values: Sequence[float]) -> Noise:
+    ordered = sorted(values)
+    return Noise(scale=median(ordered), low=_quantile(ordered, 0.25), high=_quantile(ordered, 0.75), rows=len(ordered))
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])

@@ -1,0 +1,134 @@
+"""What `paceline scale` found, as a table and as one sentence of advice. Nothing here imports torch."""
+
+import re
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.records import COMPONENTS
+
+_GOOD, _WORTH_SAYING, _NOISE = 0.9, 0.15, 0.02
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """One line a number of workers: images/s and against linear; then where a step went."""
+    unit = f"{result['unit']}/s"
+    lines = [
+        f"{'workers':>8} {'batch':>7} {unit:>10} {'low to high':>21} {'speed-up':>9} {'of linear':>10}",
+        *(
+            f"{count['workers']:>8} {count['global_batch']:>7,} {count['samples_per_s']:>10,.0f}"
+            f" {count['low']:>10,.0f}{count['high']:>11,.0f} {count['speed_up']:>9.2f} {count['efficiency']:>10.0%}"
+            for count in result["counts"]
+        ),
+        "",
+        f"{'workers':>8} {'a step, ms':>11}" + "".join(f"{name:>15}" for name in COMPONENTS),
+        *(
+            f"{count['workers']:>8} {1e3 * count['step_s']:>11.2f}"
+            + "".join(f"{_cell(count['components_s'][name], count['step_s']):>15}" for name in COMPONENTS)
+            for count in result["counts"]
+        ),
+    ]
+    windows = {len(count["windows"]) for count in result["counts"]}
+    differ = max(abs(count["step_s"] / _window_s(count) - 1) for count in result["counts"])
+    note = f"{result['mode']} scaling; medians of {'/'.join(map(str, sorted(windows)))} windows; parts are means over workers"
+    note += ", of timed steps" + (f", up to {differ:.0%} longer or shorter than the windows'" if differ >= 0.02 else "")
+    fewest = result["counts"][0]["workers"]
+    note += f"; linear from {fewest} workers, the fewest measured" if fewest > 1 else ""
+    return "\n".join([*lines, note])
+
+
+def _window_s(count: Mapping[str, Any]) -> float:
+    """A step of the windows that speed is taken from, which are not timed inside."""
+    return float(count["global_batch"] / count["samples_per_s"])
+
+
+def _cell(part_s: float, step_s: float) -> str:
+    return f"{1e3 * part_s:.2f} ({part_s / step_s:.0%})"
+
+
+def advise_scale(result: Mapping[str, Any]) -> str:
+    """One sentence: how it scales, what the largest loss is, and what to do about it."""
+    counts = result["counts"]
+    first, last = counts[0], counts[-1]
+    lost = lost_s(first, last)
+    if len(counts) == 1:
+        share = {name: last["components_s"][name] / last["step_s"] for name in COMPONENTS if name != "compute"}
+        worst = max(share, key=lambda name: share[name])
+        head = f"{_workers(last)} make{'s' * (last['workers'] == 1)} {last['samples_per_s']:,.0f} {result['unit']}/s"
+        if share[worst] < _WORTH_SAYING:
+            compute = last["components_s"]["compute"] / last["step_s"]
+            return f"{head}, and compute is {compute:.0%} of a step: measure more workers."
+        return f"{head}, but {share[worst]:.0%} of a step is {_NAMES[worst]}: {_fix(worst, last, result['mode'])}."
+    times = last["speed_up"] / first["workers"]
+    head = f"{_workers(last)} are {times:.2f} times as fast as {_workers(first)} ({last['efficiency']:.0%} of linear)"
+    worst = max(lost, key=lambda name: lost[name])
+    waits = last["components_s"]["input"] / last["step_s"]
+    if waits >= _WORTH_SAYING and last["efficiency"] >= _GOOD:
+        return f"{head}, but {waits:.0%} of every step is {_NAMES['input']}: {_fix('input', last, result['mode'])}."
+    if last["efficiency"] >= _GOOD:
+        return f"{head}: more of them are worth trying."
+    if lost[worst] < _NOISE * last["step_s"]:
+        return f"{head}, but no part of a step grew: the machine was busy or the windows short, so measure again (--window-s)."
+    fix = _fix(worst, last, result["mode"])
+    return f"{head}; what is lost is mostly {_NAMES[worst]} ({1e3 * lost[worst]:.1f} ms a step): {fix}."
+
+
+def lost_s(first: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, float]:
+    """How much longer each part of a step takes than it would if every sample cost a worker what it did with fewest workers.
+
+    Parts are shares of a step as long as the windows found it: timed steps may have had another moment.
+    """
+    share = (last["global_batch"] / last["workers"]) / (first["global_batch"] / first["workers"])
+    then, now = (_window_s(count) / count["step_s"] for count in (first, last))
+    return {name: now * last["components_s"][name] - then * share * first["components_s"][name] for name in COMPONENTS}
+
+
+_NAMES = {
+    "input": "waiting for input",
+    "compute": "slower compute",
+    "communication": "communication that nothing hides",
+    "waiting": "waiting for slower workers",
+    "optimizer": "the optimizer",
+    "other": "time between steps",
+}
+
+
+def _fix(part: str, count: Mapping[str, Any], mode: str) -> str:
+    """What to do about it."""
+    devices = str(count["contract"].get("devices", ""))
+    match part:
+        case "input":
+            return "use more --loader-workers, make samples cheaper, or keep the data on the device (--loader resident)"
+        case "compute" if "CPU" in devices and _crowded(count, devices):
+            return "there are more workers than cores, so use fewer"
+        case "compute" if "CPU" in devices:
+            return "CPU workers share caches and memory, so use fewer of them, or more machines"
+        case "compute" if mode == "strong":
+            return "smaller parts use the device less well, so give each worker more samples"
+        case "compute":
+            return "each device is slower beside the others, so look at its clock and power, and at the cores that feed it"
+        case "communication":
+            link = ", or the nodes a faster link" if count.get("nodes", 1) > 1 else ""
+            return f"give each worker more samples a step (--reference-batch, with its base lr){link}"
+        case "waiting" if count["virtual_workers"] % count["workers"]:
+            parts, workers = count["virtual_workers"], count["workers"]
+            return f"{parts} parts cannot be dealt evenly to {workers} workers, so use a divisor of {parts}"
+        case "waiting":
+            waits = [worker["components_s"]["waiting"] for worker in count["by_worker"]]
+            if min(waits) > 0.5 * statistics.median(waits):
+                return "it is now this one and now that one, so larger steps, or cores of their own, would even it out"
+            return f"worker {waits.index(min(waits))} is the one the others wait for, so look at its machine"
+        case "optimizer":
+            return "its cost does not shrink with more workers, so larger steps spread it over more samples"
+    return "it is Python between two steps, and paceline train --profile shows when"
+
+
+def _crowded(count: Mapping[str, Any], devices: str) -> bool:
+    """Whether a node's workers have more threads than it has cores."""
+    cores = re.search(r"(\d+) cores?", devices)
+    threads = count.get("threads") or 1
+    return cores is not None and count["workers"] / count.get("nodes", 1) * threads > int(cores[1])
+
+
+def _workers(count: Mapping[str, Any]) -> str:
+    return "1 worker" if count["workers"] == 1 else f"{count['workers']} workers"

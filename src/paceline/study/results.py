@@ -1,0 +1,195 @@
+"""What a study found: its runs as JSON, each arm against the reference, and the table. Nothing here imports torch."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import RecordError, UsageError
+from paceline.records import read_metrics, read_result
+from paceline.spread import LEGEND, Comparison, compare, deviation, mean, median
+
+GOOD = ("done", "target reached")
+"""How a run ends that came to its end."""
+
+_FACTS = (
+    *("virtual_workers", "global_batch", "reference_batch", "base_lr", "k", "lr_rule", "peak_lr", "optimizer", "schedule"),
+    *("warmup", "steps_per_epoch", "precision", "model", "parameters", "devices", "data"),
+)
+"""What of a run's contract goes into the results."""
+
+
+def read_run(record: Path, state: Mapping[str, Any], target: float | None) -> dict[str, Any]:
+    """A run as the results tell it, from its state and its record."""
+    result, rows, about = {}, [], {}
+    if state["status"] != "failed" or (record / "result.json").exists():
+        with suppress(RecordError, OSError, ValueError):
+            result, rows = read_result(record), read_metrics(record)
+            about = json.loads((record / "environment.json").read_text())
+    epochs = [row for row in rows if row["kind"] == "epoch"]
+    reached = [row["time_s"] for row in epochs if target and row.get("val_accuracy", 0) >= target]
+    noise = [row["noise_scale"] for row in rows if isinstance(row.get("noise_scale"), int | float)]
+    contract = about.get("contract", {})
+    series = {name: [row.get(name) for row in epochs] for name in ("time_s", "val_accuracy", "val_loss")}
+    return {
+        "arm": state["arm"],
+        "seed": state["seed"],
+        "status": state["status"],
+        "why": state.get("why", ""),
+        "metrics": {k: v for k, v in result.get("metrics", {}).items() if isinstance(v, int | float) and math.isfinite(v)},
+        **{name: values for name, values in series.items() if any(value is not None for value in values)},
+        "epochs": result.get("epochs", 0),
+        "steps": result.get("steps", 0),
+        "train_time_s": result.get("train_time_s", 0.0),
+        "wall_s": state.get("wall_s"),
+        "samples_per_s": result.get("samples_per_s", 0.0),
+        "time_to_target_s": min(reached) if reached else None,
+        "noise_scale": noise[-1] if noise else None,
+        "model_sha256": result.get("model_sha256", ""),
+        "contract": {name: contract[name] for name in _FACTS if name in contract},
+        "when": about.get("when"),
+        "git": about.get("git"),
+        "torch": about.get("versions", {}).get("torch"),
+        "record": str(record),
+        "per_device": state.get("per_device", 1),
+    }
+
+
+def make_results(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> dict[str, Any]:
+    """The results of a study: what it is, its runs as `read_run` has them, and what is known `about` the machine."""
+    accuracy = not any(run["metrics"] for run in runs) or any("accuracy" in run["metrics"] for run in runs)
+    return {
+        "study": study,
+        "metric": "accuracy" if accuracy else "loss",
+        "per_device": max((run["per_device"] for run in runs), default=1),
+        "environment": {
+            **about,
+            "devices": sorted({run["contract"]["devices"] for run in runs if "devices" in run["contract"]}),
+        },
+        "runs": runs,
+    }
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The results of a study, from its JSON."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read results {path}: {error.strerror}; has the study been run?") from None
+    except ValueError as error:
+        raise UsageError(f"results {path} are not valid JSON: {error}") from None
+    return check_results(found, str(path))
+
+
+def check_results(found: Any, path: str) -> dict[str, Any]:
+    """What was read from `path`, if it is a study's results."""
+    try:
+        known = {"arms", "reference", "margin", "target_accuracy"} <= found["study"].keys() and found["metric"] in (
+            "accuracy",
+            "loss",
+        )
+        known = known and all(
+            {"arm", "status", "metrics", "contract", "time_to_target_s"} <= run.keys() for run in found["runs"]
+        )
+    except (TypeError, KeyError, AttributeError):
+        known = False
+    if not known:
+        raise UsageError(f"{path} holds no results of a study")
+    return dict(found)
+
+
+def compare_arm(results: Mapping[str, Any], arm: str) -> Comparison:
+    """An arm's final values against the reference's (see `spread.compare`), with what failed taken into account:
+
+    an arm of which a run diverged is worse; one of which a run failed otherwise, or whose reference lost a run, has no verdict.
+    """
+    study, metric = results["study"], results["metric"]
+    reference = study["reference"]
+    found = compare(
+        final_values(results, arm), final_values(results, reference), study["margin"], lower_is_better=metric == "loss"
+    )
+    lost, lost_there = (_lost(results, name) for name in (arm, reference))
+    if lost_there:
+        return replace(found, verdict="no verdict", why=f"{len(lost_there)} of the reference's runs failed")
+    diverged = lost.count("diverged")
+    if diverged:
+        return replace(found, verdict="worse", why=f"{diverged} of {_count(results, arm)} diverged")
+    if lost:
+        return replace(found, verdict="no verdict", why=f"{len(lost)} of {_count(results, arm)} failed")
+    return found
+
+
+def final_values(results: Mapping[str, Any], arm: str) -> list[float]:
+    """The last validation's metric of the arm's runs that came to their end."""
+    metric = results["metric"]
+    good = [run for run in results["runs"] if run["arm"] == arm and run["status"] in GOOD]
+    return [run["metrics"][metric] for run in good if metric in run["metrics"]]
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The results as a table in Markdown, and what its words mean."""
+    study, metric = results["study"], results["metric"]
+    reference, target = study["reference"], study["target_accuracy"]
+    heads = ["arm", "global batch", "V", "peak lr", f"{metric}, mean ± sd (n)", "failed"]
+    heads += [f"median time to {target:g}"] if target else []
+    heads += [f"against {_plain(reference)}"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for arm in study["arms"]:
+        runs = [run for run in results["runs"] if run["arm"] == arm]
+        values = final_values(results, arm)
+        facts: Mapping[str, Any] = next((run["contract"] for run in runs if run["contract"]), {})
+        cells = [_plain(arm), _number(facts.get("global_batch"), ","), _number(facts.get("virtual_workers"), "")]
+        cells += [_number(facts.get("peak_lr"), ".4g"), spread_words(values), str(len(_lost(results, arm)))]
+        if target:
+            good = [run for run in runs if run["status"] in GOOD]
+            times = [run["time_to_target_s"] for run in good if run["time_to_target_s"] is not None]
+            cells.append(f"{f'{median(times):.3g} s' if times else '-'} ({len(times)} of {len(runs)})")
+        cells.append("-" if arm == reference else difference_words(compare_arm(results, arm), metric))
+        lines.append(f"| {' | '.join(cells)} |")
+    margin = f"{100 * study['margin']:g} points" if metric == "accuracy" else f"{study['margin']:g}"
+    about = f"{metric.capitalize()} of the last validation, failed runs left out. Difference [90% interval], margin {margin}."
+    legend = f"{about} {LEGEND[0].upper()}{LEGEND[1:]}."
+    shared = results.get("per_device", 1)  # results from before it was written down have none
+    if shared > 1:
+        legend += f" Runs shared a device {shared} at a time, so their times are longer than those of a run by itself."
+    return "\n".join([*lines, "", legend]) + "\n"
+
+
+def spread_words(values: Sequence[float], n: str = "") -> str:
+    """`0.9412 ± 0.0011 (3)`; `n` goes before the count."""
+    if not values:
+        return f"- ({n}0)"
+    spread = f" ± {deviation(values):.4f}" if len(values) > 1 else ""
+    return f"{mean(values):.4f}{spread} ({n}{len(values)})"
+
+
+def difference_words(found: Comparison, metric: str, joint: str = ": ") -> str:
+    """`-0.12 points [-0.31, +0.07]: equal`; a loss is not in points."""
+    if found.difference is None:
+        return found.words()
+    scale, unit, digits = (100, " points", 2) if metric == "accuracy" else (1, "", 4)
+    interval = ""
+    if found.low is not None and found.high is not None:
+        interval = f" [{scale * found.low:+.{digits}f}, {scale * found.high:+.{digits}f}]"
+    return f"{scale * found.difference:+.{digits}f}{unit}{interval}{joint}{found.words()}"
+
+
+def _lost(results: Mapping[str, Any], arm: str) -> list[str]:
+    """How the arm's runs ended that did not come to their end."""
+    return [run["status"] for run in results["runs"] if run["arm"] == arm and run["status"] not in GOOD]
+
+
+def _count(results: Mapping[str, Any], arm: str) -> int:
+    return sum(run["arm"] == arm for run in results["runs"])
+
+
+def _plain(name: str) -> str:
+    """A name from outside as text in a cell."""
+    return "".join(c if c.isprintable() else "?" for c in name).replace("|", "\\|")
+
+
+def _number(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form)

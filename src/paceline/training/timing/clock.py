@@ -1,0 +1,308 @@
+"""Where a worker's step goes: waiting for input, computing, averaging that nothing hides, waiting for slower workers, the
+optimizer, and the rest.
+
+A step says which phase it enters; the clock stamps that, so phases add up to the step whatever happens in between. On a CPU a
+stamp is the time; on a GPU it is an event in the worker's stream, which counts what the GPU waited for and nothing that its
+host did ahead of it, and within a CUDA graph an event that every replay records anew.
+
+DDP averages within the backward pass. What of that is exposed begins when this worker's last gradient is ready, which a hook
+on the parameter that comes last says. An all-reduce cannot begin before the slowest worker is there, so the first part of it,
+up to the latest worker's last gradient, is waiting and only the rest communication. For that all stamps must be on one clock:
+those of one machine are, others are aligned by leaving barriers together, good to about a message's way.
+"""
+
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.dist.world import World
+from paceline.records import COMPONENTS
+
+PHASES = {
+    "data": "input",
+    "forward": "forward",
+    "backward": "backward",
+    "reduce": "exposed",
+    "update": "optimizer",
+    "other": "other",
+}
+"""What a step says it enters, and what the time until it enters the next counts as."""
+
+_KEPT = 1000  # timed steps between two looks: what is older is let go
+_ROUNDS = 21  # of barriers, to align clocks by
+
+
+@dataclass
+class Timed:
+    """One step of this worker's. Stamps are seconds once they are taken; before, on a GPU, events."""
+
+    step: int
+    laps: list[tuple[str, Any]] = field(default_factory=list)
+    """(phase, when it was entered), in order."""
+    ready: Any = None
+    """When the last gradient was there."""
+    buckets: list[dict[str, Any]] = field(default_factory=list)
+    """DDP's buckets, in order: bytes, parameters, when ready and, where that was asked for, when averaged."""
+    end: Any = None
+
+    def spans(self) -> list[tuple[str, float, float]]:
+        """(phase, begin, end), in order."""
+        ends = [stamp for _, stamp in self.laps[1:]] + [self.end]
+        return [(phase, begin, end) for (phase, begin), end in zip(self.laps, ends, strict=True)]
+
+    def gathered(self) -> float | None:
+        """When this worker had all its gradients: within the backward pass that DDP averages in, or where an exact sum begins.
+        None where there is nobody to average with.
+        """
+        passes = [(begin, end) for phase, begin, end in self.spans() if phase == "backward"]
+        if self.ready is not None and passes and passes[-1][0] <= self.ready <= passes[-1][1]:
+            return float(self.ready)
+        return next((begin for phase, begin, _ in self.spans() if phase == "reduce"), None)
+
+
+class Clock:
+    """Times the steps of one worker; `on` says whether it does so now."""
+
+    def __init__(self, world: World, last: nn.Parameter | None = None, detailed: bool = False) -> None:
+        """`last` is the parameter whose gradient comes last, where DDP averages: it ends what hides the averaging.
+
+        In a CUDA graph every stamp costs each replay some 4 us. So unless `detailed`, a graph has those alone that tell
+        communication from the rest, and on one worker none: forward, backward and optimizer are then all compute.
+        """
+        self._gpu = world.device.type == "cuda"
+        self.on = not self._gpu
+        """On a CPU a stamp costs 0.2 us, so every step is timed; on a GPU those that somebody is about to look at."""
+        self.follows_buckets = False
+        """Whether each bucket's end is stamped, too (`--profile`): a callback a bucket."""
+        self._now: Timed | None = None
+        self._done: deque[Timed] = deque(maxlen=_KEPT)
+        self._recorded: Timed | None = None
+        self._recorded_phases = tuple(PHASES) if detailed else ("update",) if world.size > 1 else ()
+        self.before_replay = "other" if detailed else "backward"
+        """What a step enters when it replays a graph: up to the graph's first stamp."""
+        self._world, self._offset_s = world, 0.0
+        self._aligned = world.size == 1
+        if last is not None:
+            last.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+
+    def begin(self, step: int) -> None:
+        """A step begins, and the one before it ends."""
+        if self._now is None and not self.on:
+            return
+        now = self._stamp()
+        self._close(now)
+        if self.on:
+            self._now = Timed(step, [("other", now)])
+
+    def enter(self, phase: str) -> None:
+        """Whatever comes next belongs to this phase."""
+        if self._gpu and torch.cuda.is_current_stream_capturing():
+            self._recorded = self._recorded or Timed(-1)
+            if phase in self._recorded_phases:
+                self._recorded.laps.append((phase, self._stamp(recorded=True)))
+        elif self._now is not None:
+            self._now.laps.append((phase, self._stamp()))
+
+    def end(self) -> None:
+        """No step is under way."""
+        if self._now is not None:
+            self._close(self._stamp())
+
+    def take_recorded(self) -> Timed | None:
+        """The stamps that were made part of a graph since this was last asked."""
+        recorded, self._recorded = self._recorded, None
+        return recorded
+
+    def replayed(self, recorded: Timed | None) -> None:
+        """The graph with these stamps was replayed: they are this step's, and good until the next replay."""
+        if self._now is not None and recorded is not None:
+            self._now.laps += recorded.laps
+            self._now.ready = recorded.ready
+            self.enter("other")
+
+    def average(self, bucket: Any, averaging: Callable[[], torch.futures.Future[Tensor]]) -> torch.futures.Future[Tensor]:
+        """DDP has a bucket ready: stamp that, and begin to average it. Returns what DDP waits for."""
+        timed = self._now
+        if timed is None:
+            return averaging()
+        row = {"bytes": bucket.buffer().nbytes, "parameters": bucket.parameters(), "ready": self._stamp()}
+        timed.buckets.append(row)
+        if not self.follows_buckets:
+            return averaging()
+
+        def averaged(done: torch.futures.Future[Tensor]) -> Tensor:
+            row["averaged"] = self._stamp()
+            return done.value()
+
+        return averaging().then(averaged)
+
+    def looked(self) -> None:
+        """This worker has just looked at a bucket's gradients, for the noise scale: they are ready now, and not before."""
+        if self._now is not None and self._now.ready is not None:
+            self._now.ready = self._stamp()
+
+    def apart(self) -> None:
+        """This step's backward passes averaged nothing: what was ready in them is no moment that others wait for."""
+        if self._now is not None:
+            self._now.ready = None
+
+    def take(self) -> list[Timed]:
+        """The steps timed since this was last asked, in seconds on a clock that all workers share. Waits for the GPU.
+        Every worker reaches this.
+        """
+        if not self._aligned:
+            self._offset_s, self._aligned = _offset_s(self._world), True
+        done, self._done = list(self._done), deque(maxlen=_KEPT)
+        read = self._reader() if done else float
+        for timed in done:
+            timed.laps = [(phase, read(stamp)) for phase, stamp in timed.laps]
+            timed.end = read(timed.end)
+            timed.ready = None if timed.ready is None else read(timed.ready)
+            for row in timed.buckets:
+                row |= {name: read(row[name]) for name in ("ready", "averaged") if name in row}
+        return done
+
+    def _close(self, now: Any) -> None:
+        if self._now is not None:
+            self._now.end = now
+            self._done.append(self._now)
+            self._now = None
+
+    def _stamp(self, recorded: bool = False) -> Any:
+        if not self._gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True, external=recorded)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _reader(self) -> Callable[[Any], float]:
+        """From a stamp to seconds on the shared clock."""
+        if not self._gpu:
+            return lambda stamp: stamp - self._offset_s
+        base = self._stamp()
+        base.synchronize()
+        now = time.perf_counter() - self._offset_s
+        return lambda event: now - event.elapsed_time(base) / 1e3
+
+    def _ready(self, _: Tensor) -> None:
+        """The last gradient is there."""
+        if self._gpu and torch.cuda.is_current_stream_capturing():
+            if self._recorded is not None and self._recorded_phases:
+                self._recorded.ready = self._stamp(recorded=True)
+        elif self._now is not None:
+            self._now.ready = self._stamp()
+
+
+@dataclass(frozen=True)
+class Split:
+    """What became of the timed steps of all workers."""
+
+    step_s: np.ndarray
+    """Mean step, by worker."""
+    components_s: np.ndarray
+    """Mean of each of COMPONENTS, by worker; rows add up to `step_s`."""
+    forward_s: float
+    backward_s: float
+    compute_spread_s: float
+    """Standard deviation of a worker's compute over its steps, mean over workers."""
+    memory_bytes: np.ndarray
+    steps: int
+
+    def means(self) -> dict[str, float]:
+        """Each part, mean over workers."""
+        return {name: float(value) for name, value in zip(COMPONENTS, self.components_s.mean(0), strict=True)}
+
+    def slowest(self) -> tuple[int | None, float]:
+        """The worker that the others wait for, and how much longer than it the median worker waits."""
+        waiting = self.components_s[:, COMPONENTS.index("waiting")]
+        if len(waiting) == 1:
+            return None, 0.0
+        rank = int(waiting.argmin())
+        return rank, float(np.median(np.delete(waiting, rank)) - waiting[rank])
+
+
+def split_steps(timed: Sequence[Timed], world: World) -> Split:
+    """Each worker's timed steps in parts. Every worker reaches this, with the same steps."""
+    rows = np.array([_own_parts(step) for step in timed], dtype=np.float64)
+    own = dict(zip(("input", "forward", "backward", "exposed", "optimizer", "other", "ready"), rows.T, strict=True))
+    latest = own["ready"]
+    if world.size > 1:
+        shared = torch.from_numpy(latest.copy()).to(world.device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        latest = shared.cpu().numpy()
+    waiting = np.clip(latest - own["ready"], 0.0, own["exposed"])
+    compute = own["forward"] + own["backward"]
+    parts = [own["input"], compute, own["exposed"] - waiting, waiting, own["optimizer"], own["other"]]
+    means = [float(part.mean()) for part in parts]
+    mine = [*means, own["forward"].mean(), own["backward"].mean(), compute.std(), _memory_bytes(world)]
+    table = torch.zeros(world.size, len(mine), dtype=torch.float64, device=world.device)
+    table[world.rank] = torch.tensor(mine, dtype=torch.float64, device=world.device)
+    if world.size > 1:
+        dist.all_reduce(table)  # each row comes from one worker, so the sum is a gather
+    found = table.cpu().numpy()
+    return Split(
+        step_s=found[:, : len(COMPONENTS)].sum(1),
+        components_s=found[:, : len(COMPONENTS)],
+        forward_s=float(found[:, 6].mean()),
+        backward_s=float(found[:, 7].mean()),
+        compute_spread_s=float(found[:, 8].mean()),
+        memory_bytes=found[:, 9],
+        steps=len(timed),
+    )
+
+
+def fill_up(components_s: Mapping[str, float], step_s: float) -> dict[str, float]:
+    """Parts of some steps as parts of a step that took so long: what they leave is other, and too much is cut in proportion."""
+    known = sum(value for name, value in components_s.items() if name != "other")
+    factor = min(1.0, step_s / known) if known else 1.0
+    scaled = {name: value * factor for name, value in components_s.items()}
+    return {**scaled, "other": max(0.0, step_s - known * factor)}
+
+
+def _own_parts(timed: Timed) -> list[float]:
+    """input, forward, backward, exposed, optimizer, other, and when the last gradient was ready."""
+    sums = dict.fromkeys(PHASES.values(), 0.0)
+    ready = timed.gathered()
+    for phase, begin, end in timed.spans():
+        sums[PHASES[phase]] += end - begin
+        if phase == "backward" and ready is not None and begin <= ready < end:
+            sums["backward"] -= end - ready
+            sums["exposed"] += end - ready
+    return [*(sums[name] for name in ("input", "forward", "backward", "exposed", "optimizer", "other")), ready or 0.0]
+
+
+def _memory_bytes(world: World) -> float:
+    """The most this worker has held: of its GPU's memory, or of the machine's."""
+    if world.device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(world.device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+def _offset_s(world: World) -> float:
+    """How far this worker's clock is ahead of rank 0's: nothing on one machine. Every worker reaches this."""
+    ids = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    ids[world.rank] = _machine(world.rank)
+    dist.all_reduce(ids)
+    if bool((ids == ids[0]).all()):
+        return 0.0
+    stamps = torch.zeros(world.size, _ROUNDS, dtype=torch.float64, device=world.device)
+    for i in range(_ROUNDS):
+        world.barrier()
+        stamps[world.rank, i] = time.perf_counter()
+    dist.all_reduce(stamps)
+    return float((stamps[world.rank] - stamps[0]).median())
+
+
+def _machine(rank: int) -> int:
+    """A number that workers of one machine have in common; where the system gives none, of this worker alone."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return int(boot.read_text().replace("-", "")[:15], 16) if boot.exists() else rank

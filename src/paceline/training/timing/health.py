@@ -1,0 +1,95 @@
+"""How a run fares while it trains: images/s, where the step goes, whom the others wait for, memory.
+
+After each epoch, and within long ones every few seconds at a step where workers compare their weights anyway, they put the
+times of the last steps together: two small collectives. On a CPU every step is timed, on a GPU the one before a look.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.training.build import Run
+from paceline.training.timing.clock import Timed, fill_up, split_steps
+
+LOOK_S = 5.0
+"""Seconds between two looks, about."""
+
+INPUT_BOUND, LAGS, COMMUNICATES = 0.2, 0.2, 0.3
+"""Shares of a step from which on the run is said to be input-bound, held up by one worker, or by communication."""
+
+
+class Health:
+    """Looks at a run's steps, now and then."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._clock = run, run.step.clock
+        self._gpu = run.world.device.type == "cuda"
+        trained = [parameter for parameter in run.step.model.parameters() if parameter.requires_grad]
+        self._gradient_bytes = sum(parameter.nbytes for parameter in trained)
+        self._step_s = math.inf  # of the last look's steps, the same on all workers: so all agree on when the next is due
+        self.start(0)
+
+    def start(self, samples: int) -> None:
+        """From here on, and so many samples into the epoch."""
+        self._since, self._samples, self._steps = time.perf_counter(), samples, 0
+
+    def before(self, step: int) -> None:
+        """A step is about to begin. On a GPU it is timed if a look follows it, or if it is an epoch's last full one."""
+        self._steps += 1
+        if self._gpu:
+            every, sampler = self._run.config.check_every, self._run.sampler
+            looks = bool(every) and (step + 1) % every == 0 and self.due()
+            self._clock.on = looks or step % sampler.steps == sampler.full_steps - 1
+
+    def due(self) -> bool:
+        """Whether it is time to look, at a step where workers meet."""
+        return self._steps * self._step_s >= LOOK_S
+
+    def look(self, timed: Sequence[Timed], samples: int) -> dict[str, Any] | None:
+        """What became of the steps since the last look; None where none was timed. Every worker reaches this, with the same
+        steps.
+        """
+        if not timed or not self._steps:
+            return None
+        elapsed_s = time.perf_counter() - self._since
+        found = split_steps(timed, self._run.world)
+        step_s = elapsed_s / self._steps
+        slowest, lag_s = found.slowest()
+        row = {
+            "samples_per_s": (samples - self._samples) / elapsed_s,
+            "step_s": step_s,
+            "components_s": fill_up(found.means(), step_s),
+            "slowest": slowest,
+            "lag_s": lag_s,
+            "uneven": bool(self._run.sampler.parts % self._run.world.size),
+            "memory_bytes": int(found.memory_bytes.max()),
+            "gradient_bytes": self._gradient_bytes,
+        }
+        self._step_s = float(found.step_s.mean())
+        return row
+
+
+def judge(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What holds a run up, if anything does: "input", "straggler RANK", "communication"."""
+    shares = {name: value / row["step_s"] for name, value in row["components_s"].items()}
+    found: tuple[str, ...] = ("input",) if shares["input"] >= INPUT_BOUND else ()
+    if row["slowest"] is not None and row["lag_s"] / row["step_s"] >= LAGS:
+        found += (f"straggler {row['slowest']}",)
+    return (*found, "communication") if shares["communication"] >= COMMUNICATES else found
+
+
+def describe(row: Mapping[str, Any], unit: str, troubles: Sequence[str] = ()) -> str:
+    """The row as a line for people, with what to do about these troubles."""
+    step_s, parts = row["step_s"], row["components_s"]
+    named = [f"{value / step_s:.0%} {name}" for name, value in sorted(parts.items(), key=lambda part: -part[1])]
+    shown = ", ".join(text for text in named if not text.startswith("0%"))
+    text = f"{row['samples_per_s']:,.0f} {unit}/s; a step of {1e3 * step_s:.1f} ms is {shown}"
+    if "input" in troubles:
+        text += "; input-bound: more --loader-workers, or data that fits the device (--loader resident)"
+    if any(trouble.startswith("straggler") for trouble in troubles):
+        why = "it has more parts than others" if row["uneven"] else "look at its machine"
+        text += f"; worker {row['slowest']} is slowest, {1e3 * row['lag_s']:.1f} ms behind: {why}"
+    if "communication" in troubles:
+        text += "; communication-bound: larger parts (--global-batch), or a faster link"
+    return f"{text}; {row['memory_bytes'] / 2**20:,.0f} MiB a worker"

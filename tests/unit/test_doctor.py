@@ -1,0 +1,176 @@
+"""`paceline doctor`: a line a check, a fix where something is wrong, and never a traceback."""
+
+import pytest
+
+from paceline import doctor as module
+from paceline.doctor import Finding, doctor
+from paceline.errors import DataError
+from paceline.training.precision import TRIAL_THREADS, Trial
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch):
+    """Run these checks and no others."""
+    return lambda *checks: monkeypatch.setattr(module, "_CHECKS", checks)
+
+
+def test_a_machine_that_works_has_a_line_a_check(capsys):
+    """The whole of it, with two real processes that add a tensor."""
+    assert doctor() == 0
+    lines = capsys.readouterr().out.splitlines()
+    whats = [line[6:18].strip() for line in lines[:-1]]
+    for what in (
+        "python",
+        "torch",
+        "bf16",
+        "backends",
+        "cores",
+        "launchers",
+        "network",
+        "data",
+        "disk",
+        "temp disk",
+        "all-reduce",
+    ):
+        assert what in whats
+    assert {line[:5].strip() for line in lines[:-1]} <= {"ok", "note"}
+    assert any(line.startswith("ok    all-reduce   2 workers over gloo") for line in lines)
+    assert lines[-1] == "ready to train"
+
+
+def test_a_check_that_breaks_is_a_finding(only, capsys):
+    def _broken():
+        yield Finding("ok", "half", "fine so far")
+        raise OSError("the disk is gone")
+
+    def _after():
+        yield Finding("ok", "after", "still asked")
+
+    only(_broken, _after)
+    assert doctor() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "ok    half         fine so far",
+        "wrong broken       the check itself failed: OSError: the disk is gone",
+        "ok    after        still asked",
+        "1 thing(s) to fix",
+    ]
+
+
+def test_a_note_is_not_wrong(only, capsys):
+    only(lambda: iter([Finding("note", "x", "y", "z")]))
+    assert doctor() == 0
+    assert capsys.readouterr().out.splitlines() == ["note  x            y; fix: z", "ready to train"]
+
+
+def test_an_interface_that_is_not_there(only, capsys, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    only(module._network)
+    assert doctor() == 1
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("wrong network")
+    assert "GLOO_SOCKET_IFNAME=nowhere0 is not one of them; fix: unset GLOO_SOCKET_IFNAME" in line
+
+
+def test_an_interface_that_is_there(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    (found,) = module._network()
+    assert found.level == "ok"
+    assert "lo 127.0.0.1" in found.text
+
+
+def test_no_loopback(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(module, "interfaces", lambda: {"eth0": "10.0.0.1"})
+    (found,) = module._network()
+    assert (found.level, found.fix) == ("wrong", "ip link set lo up")
+
+
+def test_an_old_torch(monkeypatch):
+    monkeypatch.setattr(module.torch, "__version__", "2.4.1+cu121")
+    (found,) = module._torch()
+    assert (found.level, found.fix) == ("wrong", "pip install 'torch>=2.11'")
+
+
+@pytest.mark.parametrize(
+    ("trial", "amx", "level", "said"),
+    [
+        (Trial(crash="SIGILL"), True, "note", "crashes: ~ was killed by SIGILL; --precision auto uses fp32"),
+        (Trial(ratio=0.42), True, "ok", "works: ~ took 0.42 times as long as fp32; --precision auto uses it"),
+        (Trial(ratio=2.5), True, "ok", "slower: ~ took 2.5 times as long as fp32; --precision auto uses fp32"),
+        (
+            Trial(ratio=0.42),
+            False,
+            "ok",
+            "works: ~ took 0.42 times as long as fp32; --precision auto uses fp32 on CPUs without AMX",
+        ),
+        (Trial(failure="did not finish"), True, "note", "unknown: ~ did not finish; --precision auto uses fp32"),
+    ],
+)
+def test_bf16_works_crashes_or_is_slower(trial, amx, level, said, monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "try_bf16", lambda threads, again: asked.append(again) or trial)
+    monkeypatch.setattr(module, "lists_amx", lambda: amx)
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
+    (found,) = module._bf16()
+    assert (found.level, found.text) == (level, said.replace("~", "a trial of bf16 on this CPU"))
+    assert found.fix.startswith("set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16" if trial.crash else "")
+    assert asked == [True]  # doctor measures again, whatever is cached
+
+
+def test_a_disk_that_is_nearly_full(monkeypatch):
+    monkeypatch.setattr(module, "_FREE_BYTES", 1 << 80)
+    assert [finding.level for finding in module._disk()] == ["wrong", "wrong"]
+
+
+def test_data_that_is_missing_or_damaged(monkeypatch):
+    def damaged(name):
+        raise DataError("labels.gz is cut short")
+
+    monkeypatch.setattr(module.fashion_mnist, "find", lambda name: None if name == "fashion-mnist" else "/x")
+    monkeypatch.setattr(module.fashion_mnist, "load", damaged)
+    missing, broken = module._data()
+    assert (missing.level, missing.fix) == ("note", "paceline data fetch fashion-mnist")
+    assert (broken.level, broken.text) == ("wrong", "fashion-mnist-mini: labels.gz is cut short")
+
+
+def test_variables_that_contradict_each_other(only, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    only(module._launcher)
+    assert doctor() == 1
+    assert "variables contradict each other" in capsys.readouterr().out
+
+
+def test_workers_that_fail_are_a_finding_with_their_last_line(monkeypatch, tmp_path):
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\necho 'first' >&2\necho 'no module named torch' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(module.sys, "executable", str(fake))
+    (found,) = module._all_reduce()
+    assert (found.level, found.text) == ("wrong", "2 workers failed: no module named torch")
+
+
+def test_workers_that_hang_are_ended(monkeypatch, tmp_path):
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(module.sys, "executable", str(fake))
+    monkeypatch.setattr(module, "_ALL_REDUCE_S", 0.2)
+    (found,) = module._all_reduce()
+    assert found.level == "wrong"
+    assert "did not meet" in found.text
+
+
+def test_bf16_is_tried_as_a_run_would_try_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def try_it(threads: int, again: bool) -> Trial:
+        asked.append(threads)
+        return Trial(ratio=0.5)
+
+    monkeypatch.setattr(module, "try_bf16", try_it)
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
+    list(module._bf16())
+    assert asked == [TRIAL_THREADS]

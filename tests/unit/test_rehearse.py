@@ -1,0 +1,211 @@
+"""A rehearsal: which arms it trains, what it says in plain words, and the recipe it leaves."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import cli, toml
+from paceline import rehearse as rehearsal
+from paceline.config import make_config
+from paceline.rehearse import REFERENCE, make_rehearsal, nearest_recipe, verdict
+from paceline.study.study import plan_runs
+from paceline.toml import read_recipe
+
+TINY = ("--model", "linear", "--train-samples", "128", "--reference-batch", "16", "--epochs", "1", "--seeds", "2")
+
+
+@pytest.fixture(autouse=True)
+def here(runs: Path) -> None:
+    """Records go to a folder of the test's own."""
+
+
+@pytest.fixture
+def mistake(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command line that must fail with one line on stderr; returns the line."""
+
+    def call(*argv: str) -> str:
+        assert cli.run(argv) == 2
+        err = capsys.readouterr().err
+        assert len(err.splitlines()) == 1, err
+        return err.removeprefix("paceline: ").rstrip()
+
+    return call
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes these the packaged recipes."""
+
+    def make(**recipes: str) -> None:
+        Path("packaged").mkdir()
+        files = {}
+        for name, text in recipes.items():
+            files[name.replace("_", "-")] = path = Path("packaged", f"{name}.toml")
+            path.write_text(text)
+        for module in (toml, rehearsal):
+            monkeypatch.setattr(module, "packaged_recipes", lambda: files)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ((), "rehearse needs --workers: how many would there be?"),
+        (("--workers", "0"), "--workers is 0: it must be at least 1"),
+        (("--workers", "4", "--seed", "3"), "--seed is rehearse's own to give: use --seeds"),
+        (("--workers", "4", "--name", "x"), "--name is rehearse's own to give"),
+        (("--workers", "4", "--resume"), "--resume is rehearse's own to give"),
+        (("--workers", "4", "--virtual-workers", "2"), "--virtual-workers 2 is less than --workers 4"),
+        (("--workers", "4", "--margin", "0"), "--margin is 0.0: it must be a positive number"),
+        (("--workers", "4", "--margin", "x"), "invalid float value"),
+        (("--workers", "4", "--seeds", "none"), "--seeds is 'none'"),
+        (("--workers", "3", "--global-batch", "100"), "rehearse, arm '3 workers as asked': --global-batch 100 does not divide"),
+        (("--workers", "4", "--recipe", "no.toml"), "cannot read recipe no.toml"),
+    ],
+)
+def test_a_mistake_is_one_line(mistake, runs, argv, words):
+    assert words in mistake("rehearse", "fashion-mnist-mini", *argv)
+    assert not runs.exists()
+
+
+def test_it_is_not_for_another_launchers_world(mistake, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert "start it by itself, not with torchrun" in mistake("rehearse", "fashion-mnist-mini", "--workers", "4")
+
+
+def test_the_arms_differ_in_the_workers_alone(package):
+    package()
+    study, workers = make_rehearsal("fashion-mnist", {"workers": "64", "base_lr": "0.1", "model": "resnet", "epochs": 9})
+    assert (workers, study.reference, study.name) == (64, REFERENCE, "rehearse-fashion-mnist-64")
+    reference, large = (dict(arm.options) for arm in study.arms)
+    assert (reference.pop("virtual_workers"), reference.pop("global_batch")) == (1, 128)
+    assert (large.pop("virtual_workers"), large.pop("global_batch")) == (64, 8192)
+    assert reference == large == {"base_lr": 0.1, "model": "resnet", "epochs": 9}
+
+
+def test_the_nearest_recipe_is_an_arm_with_the_users_model_and_epochs(package):
+    package(
+        batch_4096='global_batch = 4096\nmodel = "cnn"\nepochs = 99\noptimizer = "adamw"\n',
+        batch_8192='global_batch = 8192\nschedule = "cosine"\nwarmup_epochs = 2\ncrop = 2\nseed = 3\n',
+        speedrun="global_batch = 6400\n",
+        batch_none="epochs = 3\n",
+    )
+    given = {"workers": 50, "model": "resnet", "epochs": 9, "warmup_steps": 7, "schedule": "linear", "flip": False}
+    study, _ = make_rehearsal("fashion-mnist", given)
+    arm = study.arms[2]
+    assert arm.name == "50 workers with batch-8192"
+    kept = {"model": "resnet", "epochs": 9, "flip": False, "virtual_workers": 50, "global_batch": 6400}
+    assert arm.options == {**kept, "schedule": "cosine", "warmup_epochs": 2, "crop": 2}
+    make_config(arm.options)
+    assert (nearest_recipe(5000), nearest_recipe(16384), nearest_recipe(16400)) == ("batch-4096", "batch-8192", None)
+
+
+def test_a_task_of_the_users_own_has_no_recipe_arm_and_its_own_batch(package):
+    package(batch_32="global_batch = 32\n")
+    Path("my_own.py").write_text(
+        "import torch\nfrom paceline import Arrays, Task\n"
+        "def task():\n    data = lambda: Arrays((torch.randn(64, 5),))\n"
+        "    return Task(name='own', train=data, validation=data, model=lambda: torch.nn.Linear(5, 1), unit='points',\n"
+        "                objective=lambda m, b: {'loss': m(b[0]).squeeze(1) ** 2}, defaults={'reference_batch': 8})\n"
+    )
+    study, _ = make_rehearsal("my_own.py", {"workers": 4})
+    assert [arm.options["global_batch"] for arm in study.arms] == [8, 32]
+    assert study.name == "rehearse-my_own-4"
+
+
+def test_what_it_says_and_the_recipe_it_leaves(runs, package, capsys):
+    package(batch_32='global_batch = 32\nschedule = "cosine"\nwarmup_epochs = 0.5\nbase_lr = 0.02\n')
+    argv = ["rehearse", "fashion-mnist-mini", "--workers", "2", *TINY, "--margin", "0.9"]
+    assert cli.run(argv) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("2 virtual workers on the one worker that is here: the same model, only slower\n")
+    assert out.count("| 2 workers ") == 2
+    *_, asked, with_recipe, use = out.splitlines()
+    assert asked.startswith("2 workers (global batch 32) would end at accuracy 0.")
+    assert "(n 2) against 0." in asked
+    assert asked.endswith(", equal within 90 points.")
+    assert with_recipe.startswith("With recipe batch-32 they would end at accuracy 0.")
+    recipe = runs / "rehearse-fashion-mnist-mini-2" / "recipe.toml"
+    assert use == "Use: paceline train fashion-mnist-mini --workers 2 --recipe runs/rehearse-fashion-mnist-mini-2/recipe.toml"
+    options = read_recipe(str(recipe))
+    assert (options["virtual_workers"], options["global_batch"], options["reference_batch"]) == (
+        2,
+        32,
+        options["reference_batch"],
+    )
+    assert not {"workers", "name", "runs_dir", "resume", "seed"} & options.keys()
+    results = json.loads((recipe.parent / "study.json").read_text())
+    best, _ = verdict(results, 2)
+    assert best is not None
+    found = make_config(options, {"workers": 2})
+    assert {name: getattr(found, name) for name in results["study"]["arms"][best]["options"]} == results["study"]["arms"][best][
+        "options"
+    ]
+    assert cli.run(argv) == 0  # nothing is done twice
+    assert "6 runs, 6 of them done before" in capsys.readouterr().out
+
+
+def made(**arms: list[float]) -> dict[str, Any]:
+    names = {"reference": REFERENCE, "asked": "64 workers as asked", "recipe": "64 workers with batch-8192"}
+    runs = [
+        {"arm": names[arm], "seed": seed, "status": "done" if value == value else "diverged", "metrics": {"accuracy": value}}
+        for arm, values in arms.items()
+        for seed, value in enumerate(values)
+    ]
+    about = {"reference": "one worker", "asked": "", "recipe": "batch-8192"}
+    found = {names[arm]: {"about": about[arm], "options": {"global_batch": 8192}} for arm in arms}
+    return {"study": {"arms": found, "reference": REFERENCE, "margin": 0.005}, "metric": "accuracy", "runs": runs}
+
+
+GOOD, LOW = [0.942, 0.943, 0.944], [0.911, 0.912, 0.913]
+
+
+def test_the_arm_that_does_not_lose_is_recommended():
+    best, lines = verdict(made(reference=GOOD, asked=LOW, recipe=GOOD), 64)
+    assert best == "64 workers with batch-8192"
+    assert lines == [
+        "64 workers (global batch 8,192) would end at accuracy 0.9120 ± 0.0010 (n 3) against 0.9430 ± 0.0010 (n 3) for one:"
+        " -3.10 points [-3.27, -2.93], worse.",
+        "With recipe batch-8192 they would end at accuracy 0.9430 ± 0.0010 (n 3): +0.00 points [-0.17, +0.17], equal within 0.5"
+        " points.",
+    ]
+
+
+def test_a_higher_accuracy_of_those_that_did_not_diverge_does_not_count():
+    best, _ = verdict(made(reference=GOOD, asked=[0.96, 0.96, float("nan")], recipe=GOOD), 64)
+    assert best == "64 workers with batch-8192"
+
+
+def test_where_all_lose_it_says_what_to_try():
+    best, lines = verdict(made(reference=GOOD, asked=[float("nan")] * 3, recipe=LOW), 64)
+    assert best is None
+    assert lines[0] == "64 workers (global batch 8,192) would not come to the end: worse (3 of 3 diverged)."
+    assert lines[-1].startswith("64 workers lose here. Try fewer workers (--workers 32), more --epochs")
+
+
+def test_without_a_verdict_the_best_so_far_is_named():
+    best, lines = verdict(made(reference=[0.94], asked=[0.92], recipe=[0.93]), 64)
+    assert best == "64 workers with batch-8192"
+    assert lines[-1] == "No verdict yet: more --seeds would give one. The best so far:"
+
+
+@pytest.mark.parametrize("more", [{"lr_rule": "adascale"}, {"measure_noise": True}, {"local_steps": 2}])
+def test_what_needs_parts_is_not_asked_of_one_worker(package, more):
+    package()
+    study, _ = make_rehearsal("fashion-mnist-mini", {"workers": 4, **more}, seeds=(0,), margin=0.005)
+    assert plan_runs(study)  # which checks every arm
+    reference = next(arm for arm in study.arms if arm.name == "reference")
+    assert not set(more.items()) & set(reference.options.items())
+
+
+def test_a_model_without_hidden_layers_has_no_muon_arm(package):
+    package(batch_64='global_batch = 64\noptimizer = "muon"\n')
+    options = {"workers": 2, "reference_batch": 32}
+    for model, arms in (("linear", 2), ("mlp:width=8", 3)):
+        study, _ = make_rehearsal("fashion-mnist-mini", {**options, "model": model}, seeds=(0,))
+        assert len(study.arms) == arms

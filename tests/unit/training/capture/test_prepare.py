@@ -1,0 +1,301 @@
+"""The fast step's bookkeeping, with graphs that are replayed in Python; tests/gpu/test_fast.py has real ones.
+
+A graph here keeps its own inputs, as a real one does, and runs the recorded work on them at every call. So what is replayed for
+which step, with which inputs, and what the trials before leave behind, can be compared bit for bit with plain steps.
+"""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.processes import run_workers
+from harness.training import Trained, blobs, train_in
+from paceline.data.loaders import Inputs, map_tensors, tensors_in
+from paceline.dist.world import World, world
+from paceline.training import loop, tasks
+from paceline.training.build import Run, build
+from paceline.training.capture import graph
+from paceline.training.capture import prepare as fast
+from paceline.training.task import classify
+
+CALLS: list[int] = []
+
+
+class Replayed(graph.Graph):
+    """A graph without a GPU."""
+
+    def __init__(self, body: graph.Body, inputs: list[Inputs]) -> None:
+        self._body, self._held = body, map_tensors(torch.clone, inputs)
+        self._into = list(tensors_in(self._held))
+        self._last = [None] * len(self._into)
+        self._graph, self._out = self, torch.zeros(())  # type: ignore[assignment]
+
+    def replay(self) -> None:
+        CALLS.append(len(self._into[0]))
+        self._out = self._body(self._held)
+
+
+@pytest.fixture
+def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are captured on the CPU as they would be on a GPU."""
+    CALLS.clear()
+    monkeypatch.setattr(fast, "Graph", Replayed)
+    monkeypatch.setattr(fast, "watch", lambda body, inputs, model, objective: (body(inputs), ""))
+    monkeypatch.setattr(fast, "_why_never", lambda run: "")
+    monkeypatch.setattr(fast._Trials, "_is_long", lambda self, case, graph: False)
+    monkeypatch.setattr(loop, "Validation", _Plain)
+    monkeypatch.setattr(fast, "prepare", _prepare)
+    monkeypatch.setattr(fast, "compiler", compiler)
+
+
+COMPILED: list[Any] = []
+
+
+@contextmanager
+def compiler() -> Iterator[Any]:
+    """One that changes nothing."""
+
+    def compile(function: Any) -> Any:
+        COMPILED.append(function)
+        return function
+
+    yield compile
+
+
+def _prepare(run: Run, at: int) -> None:
+    if run.config.fast != "off":
+        run.step.say(fast._Trials(run, at).attempt())
+        run.step.statistics.rest()
+        CALLS.clear()
+
+
+class _Plain(loop.Validation):
+    def _record(self) -> None:
+        return None
+
+
+def both(here: World, options: dict[str, Any], task: Any = None) -> tuple[Trained, Trained]:
+    task, given = (task, options) if task else (lambda resolved: (resolved[0], vars(resolved[1])))(_images(options))
+    return tuple(train_in(here, task, {**given, "log_every": 1, "fast": mode}) for mode in ("off", "auto"))  # type: ignore
+
+
+def _images(options: dict[str, Any]) -> Any:
+    small = {"model": "mlp:width=8", "train_samples": 150, "global_batch": 32, "crop": 1, "erase": 0.3, "epochs": 4}
+    return tasks.resolve("fashion-mnist-mini", {**small, **options})
+
+
+def same(one: Trained, other: Trained) -> None:
+    losses = [[row["loss"] for row in trained.watcher.steps] for trained in (one, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # plain and fused optimizers round differently
+    assert one.watcher.epochs[-1]["val_loss"] == pytest.approx(other.watcher.epochs[-1]["val_loss"], rel=1e-4)
+
+
+@pytest.mark.usefixtures("replaying")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"virtual_workers": 4},
+        {"virtual_workers": 4, "parts_at_once": 1},
+        {"virtual_workers": 4, "reduce": "exact"},
+        {"accumulate": 2},
+        {"loader": "streaming", "loader_workers": 0},
+        {"optimizer": "adamw", "base_lr": 0.001, "clip_norm": 1.0},
+    ],
+)
+def test_every_step_is_replayed_with_its_own_inputs(options: dict[str, Any]) -> None:
+    with world() as here:
+        plain, replayed = both(here, options)
+    same(plain, replayed)
+    assert len(CALLS) == len(replayed.watcher.steps) == 4 * 5  # 150 samples: three full steps, then 27 and 27
+    assert len(set(CALLS)) == 2
+
+
+@pytest.mark.usefixtures("replaying")
+def test_dropout_is_seeded_by_the_step() -> None:
+    with world() as here:
+        same(*both(here, {"epochs": 3}, blobs(dropout=0.5)))
+        same(*both(here, {"epochs": 3, "accumulate": 2}, blobs(dropout=0.5)))
+    assert not CALLS, "several passes with random numbers are not captured"
+
+
+@pytest.mark.usefixtures("replaying")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fast": "on"}, " and compiled"),
+        ({"fast": "on", "virtual_workers": 4}, " and compiled"),
+        ({"fast": "on", "reduce": "exact"}, " (not compiled: exact mode)"),
+        ({"fast": "auto"}, " (not compiled: the run is short)"),
+    ],
+)
+def test_a_compiled_step_is_the_plain_one(options: dict[str, Any], said: str) -> None:
+    COMPILED.clear()
+    with world() as here:
+        plain, _ = both(here, {**options, "fast": "off", "model": "cnn:width=4"})
+        CALLS.clear()
+        task, config = _images({**options, "model": "cnn:width=4"})
+        compiled = train_in(here, task, {**vars(config), "log_every": 1})
+    same(plain, compiled)
+    assert compiled.watcher.notes[-1] == said
+    assert len(COMPILED) == (said == " and compiled")
+    assert len(CALLS) == 20
+
+
+@pytest.mark.usefixtures("replaying")
+def test_a_compiler_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def broken() -> Iterator[Any]:
+        yield _raise
+
+    monkeypatch.setattr(fast, "compiler", broken)
+    with world() as here:
+        task, config = _images({"fast": "on"})
+        trained = train_in(here, task, {**vars(config), "log_every": 1})
+    assert trained.watcher.notes[-1] == " (not compiled: RuntimeError: late)"
+    assert len(CALLS) == 20
+
+
+def _raise(*_: Any) -> None:
+    raise RuntimeError("late")
+
+
+@pytest.mark.usefixtures("replaying")
+def test_a_short_run_leaves_its_tails_alone() -> None:
+    with world() as here:
+        same(*both(here, {"epochs": 2}))
+    assert set(CALLS) == {32}
+
+
+@pytest.mark.usefixtures("replaying")
+def test_a_resumed_run_is_captured_where_it_goes_on(tmp_path: Path) -> None:
+    task, config = _images({"reduce": "exact", "checkpoint_every": "7"})
+    options = {**vars(config), "log_every": 1}
+    with world() as here:
+        whole = train_in(here, task, options, tmp_path / "whole")
+        assert whole.result.steps == 20
+        resumed = train_in(here, task, options, tmp_path / "whole", resumes=True)
+    assert resumed.watcher.steps[0]["step"] == 15
+    assert resumed.result.model_sha256 == whole.result.model_sha256
+
+
+@pytest.mark.usefixtures("replaying")
+def test_trials_leave_nothing_behind() -> None:
+    with world() as here:
+        task, config = _images({"virtual_workers": 2, "optimizer": "adamw", "model": "cnn:width=4"})
+        run = build(task, config, here)
+        before = {name: tensor.clone() for name, tensor in run.step.model.state_dict().items()}
+        rows = [tensor.clone() for tensor in run.step.statistics.tensors()]
+        _prepare(run, 0)
+        assert run.step.captured is not None
+        assert all(tensor.equal(before[name]) for name, tensor in run.step.model.state_dict().items())
+        assert all(a.equal(b) for a, b in zip(rows, run.step.statistics.tensors(), strict=True))
+        state = [value for one in run.step.optimizer.state.values() for value in one.values()]
+        assert state
+        assert not any(value.any() for value in state)
+
+
+@pytest.mark.usefixtures("replaying")
+def test_a_graph_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: Replayed) -> None:
+        self._out = self._body(self._held) * 1.5
+
+    monkeypatch.setattr(Replayed, "replay", wrong)
+    with world() as here:
+        plain, tried = both(here, {})
+    assert "replayed, its loss is" in tried.watcher.notes[0]
+    same(plain, tried)
+
+
+@pytest.mark.usefixtures("replaying")
+def test_other_shapes_are_not_squeezed_into_a_graph() -> None:
+    recorded = Replayed(lambda given: given[0][0].sum(), [(torch.zeros(4, 3), torch.zeros(4))])
+    assert recorded.fits([(torch.ones(4, 3), torch.ones(4))])
+    for other in ((torch.ones(4, 1), torch.ones(4)), (torch.ones(4, 3), torch.ones(4).double()), (torch.ones(4, 3),)):
+        assert not recorded.fits([other])
+    assert recorded([(torch.ones(4, 3), torch.ones(4))]) == 12
+    given: Tensor = torch.full((4, 3), 2.0)
+    assert recorded([(given, torch.ones(4))]) == 24
+    assert recorded([(given.mul_(2), torch.ones(4))]) == 48, "the same tensor with other numbers in it"
+
+
+@pytest.mark.usefixtures("replaying")
+def test_a_step_that_differs_each_time_is_not_captured() -> None:
+    """Mixed with a number from who knows where: only the loss tells."""
+    numbers = itertools.count(1)
+
+    def objective(model: Any, batch: Any) -> dict[str, Tensor]:
+        return classify()(model, (batch[0] * next(numbers), batch[1]))
+
+    with world() as here:
+        trained = train_in(here, blobs(objective=objective), {"epochs": 1})
+    assert "gives another loss each time" in trained.watcher.notes[0]
+    assert trained.result.status == "done"
+
+
+@pytest.mark.usefixtures("replaying")
+@pytest.mark.parametrize("options", [{}, {"reduce": "exact", "virtual_workers": 4}])
+def test_a_recording_that_fails_late_leaves_nothing_behind(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with world() as here:
+        plain, _ = both(here, {"epochs": 1, **options})
+        run = build(*_images({"epochs": 1, **options}), here)
+        step = run.step
+
+        def fails(body: graph.Body, inputs: list[Inputs]) -> None:
+            where, what = (step._reducer, "finish") if step._reducer else (step.optimizer, "step")
+            with patch.object(where, what, side_effect=RuntimeError("late")):
+                body(inputs)
+
+        monkeypatch.setattr(fast, "Graph", fails)
+        assert fast._Trials(run, 0).attempt() == "late"
+        assert step.captured is None
+        assert all(parameter.grad is None for parameter in step._carrier.parameters())
+        monkeypatch.setattr(fast, "prepare", lambda run, at: None)
+        result = loop.fit(run, ())
+    assert result.metrics["loss"] == pytest.approx(plain.result.metrics["loss"], rel=1e-4)
+
+
+@pytest.mark.usefixtures("replaying")
+def test_no_fault_in_the_trials_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(self: Any, graphs: Any) -> None:
+        self.step.model.weight_of_nobody  # noqa: B018
+
+    monkeypatch.setattr(fast._Trials, "_replay", faulty)
+    with world() as here:
+        plain, tried = both(here, {"virtual_workers": 2, "optimizer": "adamw", "base_lr": 0.001})
+    assert tried.watcher.notes[0].startswith("AttributeError")
+    assert not CALLS
+    same(plain, tried)
+
+
+def unequal(here: World) -> tuple[list[str], str]:
+    """Three parts on two workers, with dropout: one pass here, two there."""
+    fast.Graph, fast._why_never = Replayed, lambda run: ""  # type: ignore[misc, assignment]
+    fast.watch = lambda body, inputs, model, objective: (body(inputs), "")
+    fast.prepare = _prepare
+    loop.Validation = _Plain  # type: ignore[misc]
+    fast._Trials._is_long = lambda self, case, graph: False  # type: ignore[method-assign]
+    trained = train_in(here, blobs(dropout=0.5), {"virtual_workers": 3, "epochs": 3, "fast": "auto"})
+    return trained.watcher.notes, trained.result.model_sha256
+
+
+def test_workers_that_cannot_all_do_not_wait_for_each_other() -> None:
+    (notes, one), (others, other) = run_workers(unequal, 2)
+    assert one == other
+    assert sorted([notes[0], others[0]])[0].startswith("another worker cannot")
+    assert "passes, and a graph has one seed" in sorted([notes[0], others[0]])[1]
+
+
+def test_nothing_is_captured_on_a_cpu() -> None:
+    with world() as here:
+        task, config = _images({"fast": "on"})
+        run = build(task, config, here)
+        fast.prepare(run, 0)
+    assert run.step.captured is None
