@@ -1,11 +1,13 @@
-"""What carries a step's numbers between workers: the model with one more parameter, whose gradient is the step's metrics and
-which parameters it used; DDP or the exact sum around it; and the meter that reads the metrics without waiting.
+"""How a step's numbers travel between workers.
+
+The carrier is the model plus one more parameter, the cargo. The gradient of the cargo is the step's metrics, the requests to
+save or stop, and one flag per parameter that says whether this worker used it. DDP averages the cargo with all other gradients;
+the exact reducer sums it with them. So metrics need no collective of their own.
 """
 
 import inspect
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import or_
 from typing import Any
 
@@ -13,65 +15,62 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.config import Config
 from paceline.core.exact_sum import ExactReducer, Workers
-from paceline.dist.world import World
 
 MOST_METRICS = 16
-WISHES = 2  # to write a checkpoint, to stop: they ride with the metrics, so that all workers learn of them at the same step
-FREIGHT = MOST_METRICS + WISHES
+REQUESTS = 2  # to write a checkpoint, to stop: they travel with the metrics, so all workers see them at the same step
+PAYLOAD = MOST_METRICS + REQUESTS
 _MOST_PATTERNS = 1000
 
 
 class Carrier(nn.Module):
-    """The model, and one more parameter, the cargo: its gradient is the step's metrics, and a flag for each parameter it used.
+    """The model, and the cargo: a parameter whose gradient is the step's metrics, requests and used-parameter flags.
 
-    DDP averages that gradient with all the others, so metrics need no collective of their own and arrive on every worker
-    together with the step. `forward` runs a whole pass, from the batch to the loss: DDP wraps that, so it does not matter which
-    of the model's layers the objective calls, or how often.
+    `forward` runs a whole pass, from the batch to the loss. DDP wraps that, so the training code may call any of the model's
+    layers, in any order, any number of times.
 
-    DDP waits until it has a gradient for every parameter. `complete` hands in what the last backward pass left out. A parameter
-    that no part of any worker used ends with `grad = None`, so that the optimizer leaves it alone. That is cheaper than
-    `find_unused_parameters`: no search of the graph, no all-reduce, and buckets keep the order in which gradients come.
+    DDP waits until it has a gradient for every parameter. `complete` supplies the ones that the last backward pass left out. A
+    parameter that no part of any worker used ends with `grad = None`, so the optimizer skips it. This is cheaper than
+    `find_unused_parameters`: no graph search, no extra all-reduce, and buckets keep the order in which gradients arrive.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.cargo = nn.Parameter(torch.zeros(FREIGHT + len(self.trained)))
-        self._nothing: Tensor
-        self.register_buffer("_nothing", torch.zeros(FREIGHT), persistent=False)
-        self._freight: Tensor | None = None
+        self.cargo = nn.Parameter(torch.zeros(PAYLOAD + len(self.trained)))
+        self._zeros: Tensor
+        self.register_buffer("_zeros", torch.zeros(PAYLOAD), persistent=False)
+        self._payload: Tensor | None = None
         self._arrived: list[Tensor] = []
         self._flags: dict[tuple[bool, ...], Tensor] = {}
 
     def forward(self, work: Callable[[], Any]) -> Any:
         return work()
 
-    def load(self, means: Tensor, wish: Tensor | None) -> None:
-        """Add a pass's share of the metrics, and the wishes (1 for each)."""
-        rest = self._nothing[len(means) : MOST_METRICS], self._nothing[MOST_METRICS:] if wish is None else wish
-        freight = torch.cat((means, *rest))
-        self._freight = freight if self._freight is None else self._freight + freight
+    def load(self, metrics: Tensor, requests: Tensor | None) -> None:
+        """Add a pass's share of the metrics, and the requests (1 for each)."""
+        rest = self._zeros[len(metrics) : MOST_METRICS], self._zeros[MOST_METRICS:] if requests is None else requests
+        payload = torch.cat((metrics, *rest))
+        self._payload = payload if self._payload is None else self._payload + payload
 
     def unload(self) -> Tensor:
-        """What was loaded since this was last asked; after `complete`, the mean over the step's samples."""
-        freight, self._freight = self._freight, None
-        assert freight is not None
-        return freight
+        """What was loaded since the last call; after the reduction, the mean over the step's samples."""
+        payload, self._payload = self._payload, None
+        assert payload is not None
+        return payload
 
-    def deliver(self, freight: Tensor) -> None:
-        """Put what all workers loaded where `unload` finds it."""
-        self._freight = freight
+    def deliver(self, payload: Tensor) -> None:
+        """Store the sum over all workers, for `unload`."""
+        self._payload = payload
 
     def forget(self) -> None:
-        """Leave a step that was not finished."""
+        """Drop an unfinished step."""
         self.zero_grad(set_to_none=True)
-        self._freight = None
+        self._payload = None
 
     def flags(self, used: tuple[bool, ...]) -> Tensor:
-        """1 for each parameter that is used. Kept: a model has few such patterns, and a copy to a GPU would wait for it."""
+        """1 for each parameter that is used. Cached: a model has few such patterns, and a copy to a GPU would wait for it."""
         if used not in self._flags:
             if len(self._flags) == _MOST_PATTERNS:
                 self._flags.clear()
@@ -79,7 +78,7 @@ class Carrier(nn.Module):
         return self._flags[used]
 
     def watch_arrivals(self) -> None:
-        """Note from now on which gradients a backward pass brings: 0.3 us per parameter."""
+        """From now on, record which gradients a backward pass brings: 0.3 us per parameter."""
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(self._arrived.append)  # type: ignore[no-untyped-call]
 
@@ -103,8 +102,8 @@ class Carrier(nn.Module):
         for parameter in frozen:
             parameter.requires_grad_(False)
         assert self.cargo.grad is not None
-        freight, flags = torch.split(self.cargo.grad, [FREIGHT, len(used)])
-        self.deliver(freight.clone())  # DDP writes to its bucket again in the next step
+        payload, flags = torch.split(self.cargo.grad, [PAYLOAD, len(used)])
+        self.deliver(payload.clone())  # DDP writes to its bucket again in the next step
         if not all(used):
             self.clear_unused((flags > 0).tolist())  # on a GPU this waits
         self.cargo.grad = None
@@ -117,14 +116,14 @@ class Carrier(nn.Module):
 
 
 class Reducer:
-    """The exact sum of all parts' gradients, metrics and flags; each metric has digits of its own."""
+    """The exact sum of all parts' gradients, metrics and flags. Each metric has digits of its own."""
 
     def __init__(self, carrier: Carrier, parts: int) -> None:
         self._carrier = carrier
         self._used: tuple[bool, ...] = ()
-        """Of each parameter, whether a part of this worker's used it in this step."""
+        """For each parameter, whether a part of this worker used it in this step."""
         self._one_worker = Workers().size == 1
-        metrics, flags = carrier.cargo.detach()[:FREIGHT], carrier.cargo.detach()[FREIGHT:]
+        metrics, flags = carrier.cargo.detach()[:PAYLOAD], carrier.cargo.detach()[PAYLOAD:]
         self._sum = ExactReducer([*torch.split(metrics, 1), flags, *carrier.trained], parts)
 
     def add(self) -> None:
@@ -143,20 +142,15 @@ class Reducer:
         self._sum.forget()
 
     def finish(self) -> None:
-        """Put the sums where the optimizer looks for gradients. Collective: call on every rank."""
+        """Store the sums as the parameters' gradients. Collective: call on every rank."""
         sums = self._sum.finish()
-        self._carrier.deliver(torch.cat(sums[:FREIGHT]))
-        for parameter, total in zip(self._carrier.trained, sums[FREIGHT + 1 :], strict=True):
+        self._carrier.deliver(torch.cat(sums[:PAYLOAD]))
+        for parameter, total in zip(self._carrier.trained, sums[PAYLOAD + 1 :], strict=True):
             # In the parameter's own layout, which a fused optimizer needs.
             parameter.grad = total if parameter.is_contiguous() else torch.empty_like(parameter).copy_(total)
         if not all(self._used):  # on several GPU workers this waits
-            self._carrier.clear_unused(self._used if self._one_worker else (sums[FREIGHT] > 0).tolist())
+            self._carrier.clear_unused(self._used if self._one_worker else (sums[PAYLOAD] > 0).tolist())
         self._used = ()
-
-
-def averages(world: World, config: Config) -> bool:
-    """Whether DDP averages the workers' gradients."""
-    return world.size > 1 and config.reduce == "fast"
 
 
 def wrap(carrier: Carrier) -> DistributedDataParallel:
@@ -171,36 +165,3 @@ def wrap(carrier: Carrier) -> DistributedDataParallel:
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     carrier.watch_arrivals()
     return DistributedDataParallel(carrier, gradient_as_bucket_view=True, **keep)
-
-
-class Meter:
-    """The metrics of each step, read a few steps late on a GPU so that nobody waits for them.
-
-    Every worker reads the same numbers at the same step, so decisions made from them need no further agreement.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._lag = 4 if world.device.type == "cuda" else 0
-        self._waiting: deque[tuple[int, Tensor, Any]] = deque()
-
-    def push(self, step: int, means: Tensor) -> Iterator[tuple[int, list[float]]]:
-        """Hand in a step's metrics; yields (step, metrics) of steps whose numbers have arrived."""
-        arrived = None
-        if means.device.type == "cuda":
-            means = means.to("cpu", non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        self._waiting.append((step, means, arrived))
-        while len(self._waiting) > self._lag:
-            yield self._read()
-
-    def flush(self) -> Iterator[tuple[int, list[float]]]:
-        """Read what is left."""
-        while self._waiting:
-            yield self._read()
-
-    def _read(self) -> tuple[int, list[float]]:
-        step, means, arrived = self._waiting.popleft()
-        if arrived is not None:
-            arrived.synchronize()
-        return step, means.tolist()

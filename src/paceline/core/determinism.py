@@ -1,8 +1,8 @@
-"""What else it takes for one part's gradient to have the same bits wherever it is computed (`--reduce exact`).
+"""What exact mode needs from torch: one part's gradient must have the same bits wherever it is computed (`reduce="exact"`).
 
-On CPUs, sums inside a layer are split among threads, so bits depend on their number: exact mode uses one thread a worker (more
-cores are used by more workers). On GPUs, some kernels add in whatever order their blocks finish: exact mode takes deterministic
-ones, and torch raises where an operation has none.
+On CPUs, sums inside a layer are split among threads, so bits depend on the number of threads. Exact mode uses one thread per
+worker; start more workers to use more cores. On GPUs, some kernels add in the order in which their blocks finish. Exact mode
+uses deterministic kernels, and torch raises an error for an operation that has none.
 """
 
 import os
@@ -11,33 +11,38 @@ from contextlib import contextmanager
 
 import torch
 
-from paceline.config import Config
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-@contextmanager
-def same_bits(config: Config) -> Iterator[None]:
-    """Under `--reduce exact`, run the block so that its results do not depend on the place; else do nothing."""
-    if config.reduce != "exact":
-        yield
-        return
-    # Read when cuBLAS starts; without it torch refuses matrix products in deterministic mode.
-    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    threads = torch.get_num_threads()
-    deterministic, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, fill = torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+def set_deterministic() -> None:
+    """Make this process compute the same bits as any other: one CPU thread, deterministic kernels. Stays until changed."""
+    # cuBLAS reads it when it starts; without it torch refuses matrix products in deterministic mode.
+    os.environ[_WORKSPACE] = ":4096:8"
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False  # or the choice of algorithm would depend on timings
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+@contextmanager
+def deterministic(on: bool = True) -> Iterator[None]:
+    """Run the block under `set_deterministic`, then restore the settings. With `on=False`, do nothing."""
+    if not on:
+        yield
+        return
+    workspace = os.environ.get(_WORKSPACE)
+    threads = torch.get_num_threads()
+    algorithms, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, fill = torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    set_deterministic()
     try:
         yield
     finally:
         if workspace is None:
-            del os.environ["CUBLAS_WORKSPACE_CONFIG"]
+            os.environ.pop(_WORKSPACE, None)
         else:
-            os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
+            os.environ[_WORKSPACE] = workspace
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn)
+        torch.use_deterministic_algorithms(algorithms, warn_only=warn)
         torch.backends.cudnn.benchmark = benchmark
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]

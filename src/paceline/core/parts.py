@@ -1,304 +1,320 @@
-"""Parts: which of them a worker computes, in which passes, and the batch-norm statistics that each keeps as its own.
+"""Virtual workers in any training loop: `Parts` cuts every step into V parts and makes them one gradient.
 
-A step is cut into V parts; worker r of P takes a run of them. It runs them *together*, several in one forward pass with batch
-norm apart for each, or *in turn*. A part is what one GPU would have had, so each has running statistics of its own; those of
-the model are their mean, taken only when they are needed: for validation and at the end.
+    with paceline.world() as world:
+        team = paceline.Parts(model, samples=len(x), global_batch=256, virtual_workers=8, reduce="exact", seed=0)
+        for epoch in range(10):
+            for step in team.epoch(epoch):
+                for part in step:                      # this worker's parts: seeded, batch-norm statistics selected
+                    part.backward(loss(model(x[part.samples]), y[part.samples]))
+                step.reduce()
+                optimizer.step()
+                optimizer.zero_grad()
+
+The trained model depends on V, never on the number of workers P. `paceline train` runs on this same class.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.data import DataLoader, Dataset
 
-from paceline.config import Config
-from paceline.core.norms import PartNorm, can_group
+from paceline.core.deal import Pass, check_parts, cut_epoch, deal_parts
+from paceline.core.determinism import set_deterministic
+from paceline.core.engine import Engine, Work
+from paceline.core.evaluate import Chunks, mean_over_workers
+from paceline.core.keyed import KeyedDataset, PassSampler
+from paceline.core.keys import key, seed_all
+from paceline.core.noise import noise_scale
+from paceline.core.norms import can_group, group_batch_norms
 from paceline.core.sampler import Sampler
-from paceline.core.sync_norm import SyncNorm
+from paceline.core.statistics import Statistics, spans_workers
 from paceline.dist.world import World
 from paceline.errors import UsageError
 
-
-@dataclass(frozen=True)
-class Pass:
-    """One forward and backward pass: a micro-batch of one part, or of all parts of a group at once."""
-
-    group: int
-    """Which of this worker's groups."""
-    parts: range
-    micro: int
-    last: bool
-    """The last micro-batch of these parts."""
-    samples: np.ndarray
-    """Sample j of part p stands at j * len(parts) + p."""
+_EVALUATION = 0xE7A1  # keeps the random numbers of evaluation apart from those of training
 
 
-@dataclass(frozen=True)
-class Grouping:
-    """How many parts run in one pass, and why."""
+class Parts:
+    """Trains one model as V virtual workers, on however many workers there are.
 
-    at_once: int
-    why: str
-    one_pass: bool = False
-    """All parts must share a pass, whatever their sizes: a norm looks at the whole step."""
+    Every step's global batch is cut into V equal parts. A part is what one GPU would have had: its own batch-norm statistics,
+    random numbers and gradient. The step uses the mean over all samples.
 
-
-def choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) -> Grouping:
-    """What `--parts-at-once` comes to for this model. A UsageError where it cannot be."""
-    grouping = _choose_grouping(model, config, parts, workers)
-    if not measures_noise(config) or workers > 1 or grouping.at_once < parts:
-        return grouping
-    if config.parts_at_once:
-        raise UsageError(
-            f"--parts-at-once {config.parts_at_once} leaves one gradient a step, and no noise to measure: use less"
-        )
-    return Grouping(-(-parts // 2), "together, in two halves to compare")
-
-
-def measures_noise(config: Config) -> bool:
-    """Whether the gradients of parts are compared."""
-    return config.measure_noise or config.lr_rule == "adascale"
-
-
-def _choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) -> Grouping:
-    most, asked = -(-parts // workers), config.parts_at_once
-    spanning = next((_called(name) for name, module in model.named_modules() if _spans_workers(module)), None)
-    if spanning is not None:
-        if config.reduce == "exact":
-            raise UsageError(
-                f"--reduce exact: {spanning} takes its statistics over all workers, by float sums that depend on"
-                " how many there are; use norm=part or batch, or --reduce fast"
-            )
-        if config.sam_rho or measures_noise(config):
-            option = "--sam-rho" if config.sam_rho else "--measure-noise" if config.measure_noise else "--lr-rule adascale"
-            raise UsageError(
-                f"{option} takes each part's own gradient, and {spanning} has its statistics of the whole step: use norm=batch"
-            )
-        if 0 < asked < most:
-            raise UsageError(
-                f"--parts-at-once {asked}: {spanning} takes its statistics over the whole step, so a worker's"
-                f" {most} parts must run at once; leave --parts-at-once out"
-            )
-        return Grouping(most, "together: one norm over the whole step", one_pass=True)
-    apart = "climbs by itself" if config.sam_rho else "has its own gradient" if config.lr_rule == "adascale" else ""
-    if apart:
-        if asked > 1:
-            option = "--sam-rho" if config.sam_rho else "--lr-rule adascale"
-            raise UsageError(f"--parts-at-once {asked}: with {option} every part {apart}; use --parts-at-once 1")
-        return Grouping(1, f"in turn: each {apart}" if most > 1 else "one a worker")
-    cannot = can_group(model)
-    if asked > 1:
-        if cannot:
-            raise UsageError(
-                f"--parts-at-once {asked}: {cannot}, which cannot keep parts apart in a pass; use --parts-at-once 1"
-            )
-        groups = -(-parts // asked)
-        if config.reduce == "exact" and workers > groups:
-            raise UsageError(
-                f"--reduce exact with --parts-at-once {asked} makes {groups} groups of the {parts} parts, too few for {workers}"
-                f" workers: use at most {groups} workers, or a smaller --parts-at-once"
-            )
-        return Grouping(asked, f"{asked} at once")
-    if asked == 1 or most == 1:
-        return Grouping(1, "in turn" if most > 1 else "one a worker")
-    if config.reduce == "exact":
-        return Grouping(1, "in turn, for exact sums")
-    if cannot:
-        return Grouping(1, f"in turn: {cannot}")
-    random = next((_called(name) for name, module in model.named_modules() if _draws(module)), None)
-    if random is not None:
-        return Grouping(1, f"in turn: {random} draws random numbers by part")
-    return Grouping(most, "together")
-
-
-def deal_parts(parts: int, workers: int, rank: int, at_once: int, whole_groups: bool) -> list[range]:
-    """A worker's parts, in groups that run in one pass. With `whole_groups` (exact sums) the groups do not depend on the number
-    of workers.
-    """
-    if whole_groups:
-        groups = _cut(range(parts), at_once)
-        return groups[len(groups) * rank // workers : len(groups) * (rank + 1) // workers]
-    return _cut(range(parts * rank // workers, parts * (rank + 1) // workers), at_once)
-
-
-def plan_epoch(
-    sampler: Sampler, order: np.ndarray, steps: range, groups: Sequence[range], accumulate: int, one_pass: bool = False
-) -> list[list[Pass]]:
-    """The passes of these steps of an epoch: `plan_step` of each, but full steps are cut all at once."""
-    size = sampler.global_batch
-    full = range(steps.start, max(steps.start, min(steps.stop, sampler.full_steps)))
-    part = size // sampler.parts
-    micros = max(1, min(accumulate, part // 2))
-    cuts = [part // micros + (i < part % micros) for i in range(micros)]
-    laid_out = order[full.start * size : full.stop * size].reshape(len(full), sampler.parts, part)
-    passes: list[list[Pass]] = [[] for _ in full]
-    for number, group in enumerate(groups):
-        of_group, start = laid_out[:, group.start : group.stop], 0
-        for micro, cut in enumerate(cuts):
-            rows = of_group[:, :, start : start + cut].transpose(0, 2, 1).reshape(len(full), cut * len(group))
-            start += cut
-            for i, samples in enumerate(rows):
-                passes[i].append(Pass(number, group, micro, micro == micros - 1, samples))
-    rest = range(full.stop, steps.stop)
-    return passes + [plan_step(sampler, order, i, groups, accumulate, one_pass) for i in rest]
-
-
-def plan_step(
-    sampler: Sampler, order: np.ndarray, step: int, groups: Sequence[range], accumulate: int, one_pass: bool = False
-) -> list[Pass]:
-    """The passes of one step of an epoch. Where parts differ in size, as they may in the last two steps, they run in turn."""
-    bounds = sampler.part_bounds(step)
-    sizes = np.diff(bounds)
-    micros = max(1, min(accumulate, int(sizes.min()) // 2))  # of at least two samples, which batch norm needs
-    passes = []
-    for number, group in enumerate(groups):
-        equal = len({int(sizes[part]) for part in group}) == 1
-        for together in [group] if equal or one_pass else [range(part, part + 1) for part in group]:
-            pieces = [np.array_split(order[bounds[part] : bounds[part + 1]], micros) for part in together]
-            for micro in range(micros):
-                here = [piece[micro] for piece in pieces]
-                samples = np.stack(here, axis=1).reshape(-1) if equal else np.concatenate(here)
-                passes.append(Pass(number, together, micro, micro == micros - 1, samples))
-    return passes
-
-
-class Statistics:
-    """The running statistics of every part this worker has, one row a part.
-
-    Layers are pointed at the rows of the parts they are about to see, and update them in place; the model's own buffers hold
-    the mean over all parts after `average`.
+    The world is the one that `paceline.world()` joined, or the default process group of torch.distributed; without one, a
+    single worker. All workers start from rank 0's weights. Move the model to its device first.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[range], parts: int) -> None:
-        self._groups, self._parts = groups, parts
-        self._layers = [module for module in model.modules() if _has_statistics(module)]
-        self._own = [{name: cast(Tensor, layer._buffers[name]) for name in _NAMES} for layer in self._layers]
-        self._rows = [[_repeat(own, len(group)) for group in groups] for own in self._own]
-        self._grouped = [module for module in model.modules() if isinstance(module, PartNorm)]
-        self.over_workers = any(_spans_workers(module) for module in model.modules())
-        """Whether some layer's statistics are those of the whole step."""
-        self._views: dict[tuple[int, range], list[dict[str, Tensor]]] = {}  # one of them a pass: cut only once
-        self._in_use: tuple[int, range] | None = None
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        samples: int,
+        global_batch: int,
+        virtual_workers: int | None = None,
+        reduce: Literal["fast", "exact"] = "fast",
+        seed: int = 0,
+        accumulate: int = 1,
+        at_once: int = 1,
+        measure_noise: bool = False,
+        world: World | None = None,
+    ) -> None:
+        """Collective: call on every rank, with the same arguments.
 
-    def names(self, model: nn.Module) -> set[str]:
-        """The buffers that every part has for itself."""
-        paths = [path for path, module in model.named_modules(remove_duplicate=False) if module in self._layers]
-        return {f"{path}.{name}".lstrip(".") for path in paths for name in _NAMES}
+        samples: training samples in an epoch. global_batch: samples per step over all workers. virtual_workers: V (default: the
+        number of workers). reduce: "fast" averages with DDP; "exact" sums integers, so that the weights have the same bits on
+        any number of workers (it also makes this process use deterministic kernels and one CPU thread). accumulate: cut each
+        part into this many micro-batches. at_once: parts per forward pass; more than one needs a model whose samples do not
+        mix outside batch norm, and no dropout. measure_noise: keep `noise_scale` up to date.
+        """
+        self.model, self.world = model, world or _default_world(model)
+        parts = virtual_workers or self.world.size
+        check_parts(parts, self.world.size)
+        if reduce not in ("fast", "exact"):
+            raise UsageError(f'reduce is {reduce!r}: it must be "fast" or "exact"')
+        self.sampler = Sampler(samples, global_batch, parts, seed)
+        self.exact, self._accumulate = reduce == "exact", accumulate
+        if self.exact:
+            set_deterministic()
+        spanning = any(spans_workers(module) for module in model.modules())
+        if spanning:  # every worker must take part in every pass of such a layer, so each runs its parts in one pass
+            _check_spanning(self.exact)
+            at_once = -(-parts // self.world.size)
+        elif at_once > 1:
+            _group(model, at_once)
+        dealt = [deal_parts(parts, self.world.size, rank, at_once, self.exact) for rank in range(self.world.size)]
+        self.groups = dealt[self.world.rank]
+        """This worker's parts, in groups that run in one pass."""
+        units = [len(group) for groups in dealt for group in groups] if measure_noise else None
+        self.engine = Engine(model, self.sampler, self.world, exact=self.exact, units=units)
+        self.statistics = Statistics(model, self.groups, parts)
 
-    def tensors(self) -> list[Tensor]:
-        """All that passes change here."""
-        return [tensor for own in self._rows for rows in own for tensor in rows.values()]
+    @property
+    def virtual_workers(self) -> int:
+        """V."""
+        return self.sampler.parts
 
-    def use(self, item: Pass) -> None:
-        """Point the layers at the parts of this pass."""
-        for grouped in self._grouped:
-            grouped.parts, grouped.samples = len(item.parts), len(item.samples)
-        if self._in_use == (item.group, item.parts):
-            return
-        self._in_use = (item.group, item.parts)
-        if self._in_use not in self._views:
-            rows: slice | int = slice(None) if len(item.parts) > 1 else item.parts[0] - self._groups[item.group][0]
-            self._views[self._in_use] = [{name: t[rows] for name, t in own[item.group].items()} for own in self._rows]
-        for layer, views in zip(self._layers, self._views[self._in_use], strict=True):
-            layer._buffers.update(views)
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in an epoch."""
+        return self.sampler.steps
+
+    @property
+    def noise_scale(self) -> float:
+        """The gradient noise scale so far (`measure_noise=True`): beyond this global batch, more workers stop paying off.
+
+        Waits for the device.
+        """
+        if self.engine.noise is None:
+            raise UsageError("noise_scale needs Parts(..., measure_noise=True)")
+        return noise_scale(*self.engine.noise.state.tolist())
+
+    # --- training ---
+
+    def epoch(self, epoch: int, loader: DataLoader[Any] | None = None, start: int = 0) -> Iterator["Step"]:
+        """This worker's steps of an epoch, from step `start` of it. With a loader from `loader()`, parts have their `batch`."""
+        steps = self.steps(epoch, range(start, self.sampler.steps))
+        batches: Iterator[Any] | None = None
+        if loader is not None:
+            batches = _batches(loader, [item.samples for step in steps for item in step.passes], epoch)
+        self.model.train()
+        for step in steps:
+            step.batches = batches
+            yield step
+
+    def steps(self, epoch: int, which: range, alone: bool = False) -> list["Step"]:
+        """These steps of an epoch. `alone`: every part in a pass of its own."""
+        groups, one_pass = self.groups, self.statistics.over_workers
+        if alone:
+            singles = [(number, range(part, part + 1)) for number, group in enumerate(groups) for part in group]
+            cut = self._cut(epoch, which, [single for _, single in singles], False)
+            passes = [[replace(item, group=singles[item.group][0]) for item in row] for row in cut]
+        else:
+            passes = self._cut(epoch, which, groups, one_pass)
+        bounds = self.sampler.step_bounds
+        first = epoch * self.sampler.steps
+        return [Step(self, first + i, int(bounds[i + 1] - bounds[i]), row) for i, row in zip(which, passes, strict=True)]
+
+    def _cut(self, epoch: int, which: range, groups: Sequence[range], one_pass: bool) -> list[list[Pass]]:
+        return cut_epoch(self.sampler, self.sampler.order(epoch), which, groups, self._accumulate, one_pass)
+
+    def loader(self, dataset: Dataset[Any], num_workers: int = 0, **options: Any) -> DataLoader[Any]:
+        """A DataLoader whose batches are this worker's parts, for `epoch(epoch, loader)`.
+
+        The random numbers that `dataset` draws follow from (seed, epoch, sample), in any number of loader processes.
+        """
+        keyed = KeyedDataset(dataset, self.sampler.seed)
+        return DataLoader(keyed, batch_sampler=PassSampler(), num_workers=num_workers, **options)
+
+    def seed(self, step: int, item: Pass) -> None:
+        """Seed what a pass may draw: by the step and the part, never by the rank (law 3)."""
+        seed_all(key(self.sampler.seed, step, item.parts[0], item.micro), self.world.device)
+
+    # --- evaluation and checkpoints ---
 
     @torch.no_grad()
-    def average(self, world: World) -> None:
-        """Put the mean over all parts of all workers into the model's buffers. Every worker reaches this."""
-        if self._layers:
-            values, counts = self.gather(world)
-            means, start = values.mean(0), 0
-            for i, own in enumerate(self._own):
-                for name in _NAMES[:2]:
-                    own[name].copy_(means[start : start + own[name].numel()].view_as(own[name]))
-                    start += own[name].numel()
-                own["num_batches_tracked"].copy_(counts[0, i])
-        self.rest()
+    def evaluate(
+        self, samples: int, function: Callable[[Tensor], Mapping[str, Tensor]], *, batch: int = 250, epoch: int = 0
+    ) -> dict[str, float]:
+        """The exact mean of each metric over `samples` samples: every sample counts once, for any number of workers.
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Passes in here change copies of the statistics in use."""
-        used = [dict(layer._buffers) for layer in self._layers]
-        for layer in self._layers:
-            layer._buffers.update({name: cast(Tensor, layer._buffers[name]).clone() for name in _NAMES})
-        try:
-            yield
-        finally:
-            for layer, buffers in zip(self._layers, used, strict=True):
-                layer._buffers.update(buffers)
+        `function` gets sample numbers and returns metrics with one value per sample. The model is in evaluation mode, with the
+        mean of the parts' batch-norm statistics. Random numbers follow from (seed, epoch, chunk). Collective: call on every
+        rank.
+        """
+        chunks = Chunks(samples, batch, self.world)
+        was_training, rows = self.model.training, []
+        self.average_statistics()
+        self.model.eval()
+        names: tuple[str, ...] = ()
+        for number, chunk in zip(chunks.numbers, chunks.mine, strict=True):
+            seed_all(key(self.sampler.seed, _EVALUATION, epoch, number), self.world.device)
+            values = function(torch.from_numpy(chunk))
+            names = tuple(values)
+            rows.append(torch.stack([values[name].float() for name in names]))
+        self.model.train(was_training)
+        return mean_over_workers(chunks, names, rows)
 
-    def rest(self) -> None:
-        """Point the layers back at the model's own buffers."""
-        self._in_use = None
-        for layer, own in zip(self._layers, self._own, strict=True):
-            layer._buffers.update(own)
-        for grouped in self._grouped:
-            grouped.parts, grouped.samples = 1, None
+    def average_statistics(self) -> None:
+        """Put the mean of all parts' batch-norm statistics into the model. Collective: call on every rank."""
+        self.statistics.average(self.world)
 
-    def gather(self, world: World) -> tuple[Tensor, Tensor]:
-        """Everybody's rows: (V, values) float64 and the counts (V, layers). Every worker reaches this."""
-        width = sum(own[name].numel() for own in self._own for name in _NAMES[:2])
-        values = torch.zeros(self._parts, width, dtype=torch.float64, device=world.device)
-        counts = torch.zeros(self._parts, len(self._layers), dtype=torch.int64, device=world.device)
-        for where, view in self._tables(values, counts):
-            view.copy_(where)
-        if world.size > 1 and self._layers:
-            dist.all_reduce(values)  # every row comes from one worker: adding zeros is exact
-            dist.all_reduce(counts)
-        return values + 0.0, counts  # a worker's own -0.0 would stay; one that met a zero would not
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint needs besides the model's and the optimizer's state. Collective: call on every rank.
 
-    def scatter(self, values: Tensor, counts: Tensor) -> None:
-        """Take this worker's rows from a table of everybody's."""
-        for where, view in self._tables(values, counts):
-            where.copy_(view)
-        self._in_use = None
+        Also calls `average_statistics`, so that the model can be saved next. Every rank gets the same tensors, and they load on
+        any number of workers.
+        """
+        values, counts = self.statistics.gather(self.world)
+        self.average_statistics()
+        noise = {} if self.engine.noise is None else {"noise": self.engine.noise.state.clone()}
+        return {"statistics": values, "counts": counts, **noise}
 
-    def _tables(self, values: Tensor, counts: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(this worker's rows, their place in the tables) for every layer and group."""
-        start = 0
-        for i, rows in enumerate(self._rows):
-            for name in _NAMES[:2]:
-                width = self._own[i][name].numel()
-                for group, tensors in zip(self._groups, rows, strict=True):
-                    yield tensors[name], values[group.start : group.stop, start : start + width]
-                start += width
-            for group, tensors in zip(self._groups, rows, strict=True):
-                yield tensors["num_batches_tracked"], counts[group.start : group.stop, i]
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a `state_dict`. Load the model's own state first."""
+        self.statistics.scatter(state["statistics"], state["counts"])
+        if self.engine.noise is not None:
+            self.engine.noise.state.copy_(state["noise"])
 
 
-_NAMES = ("running_mean", "running_var", "num_batches_tracked")
+@dataclass
+class Step:
+    """One optimizer step: iterate over it for this worker's parts, then call `reduce`."""
+
+    team: Parts = field(repr=False)
+    number: int
+    """Counted over the whole run, from 0."""
+    samples: int
+    """Samples of all workers."""
+    passes: list[Pass] = field(repr=False)
+    batches: Iterator[Any] | None = field(default=None, repr=False)
+    _names: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator["Part"]:
+        """This worker's parts. Each is seeded, and the batch-norm layers use its statistics, while the loop body runs."""
+        for part in self.parts():
+            if self.batches is not None:
+                part.batch = next(self.batches)
+            self.team.seed(self.number, part.item)
+            yield part
+
+    def parts(self) -> Iterator["Part"]:
+        """The same, for a caller that loads and seeds by itself."""
+        self.team.engine.begin(self.samples)
+        for number, item in enumerate(self.passes):
+            self.team.statistics.use(item)
+            yield Part(self, item, number == len(self.passes) - 1)
+
+    def reduce(self) -> dict[str, Tensor]:
+        """Combine all parts' gradients into the parameters' `.grad`; returns the mean of each metric over all samples.
+
+        Reading a metric waits for the device. Collective: call on every rank.
+        """
+        return dict(zip(self._names, self.team.engine.reduce(), strict=False))
+
+    def name_metrics(self, names: tuple[str, ...]) -> None:
+        """All parts of a step report the same metrics."""
+        if self._names and self._names != names:
+            raise UsageError(f"one part reported {', '.join(names)}, another {', '.join(self._names)}: report the same metrics")
+        self._names = names
 
 
-def _repeat(own: dict[str, Tensor], count: int) -> dict[str, Tensor]:
-    """A row a part, in memory of the group's own: where a row lies in it does not depend on the number of workers."""
-    return {name: torch.stack([tensor] * count) for name, tensor in own.items()}
+@dataclass
+class Part:
+    """One forward and backward pass of a step: one part, or several at once, or a micro-batch of them."""
+
+    step: Step
+    item: Pass
+    final: bool
+    """This worker's last pass in this step."""
+    batch: Any = None
+    """From the loader given to `Parts.epoch`."""
+
+    @property
+    def samples(self) -> Tensor:
+        """Numbers of the samples to train on."""
+        return torch.from_numpy(self.item.samples)
+
+    def backward(self, loss: Tensor, **metrics: Tensor) -> None:
+        """Add the gradient of this part's mean loss.
+
+        The loss and the metrics are means over the part, or have one value per sample.
+        """
+        names = ("loss", *sorted(metrics))
+        self.step.name_metrics(names)
+
+        def work(share: float) -> tuple[Tensor, Tensor]:
+            means = torch.stack([{"loss": loss, **metrics}[name].detach().float().mean() for name in names])
+            return loss.mean() * share, means * share
+
+        self.run(work)
+
+    def run(self, work: Work) -> None:
+        """Forward and backward. `work` runs inside DDP's forward: only there does a compiled loss overlap with averaging."""
+        engine = self.step.team.engine
+        engine.run(self.item, engine.share(self.item, self.step.samples), self.final, work)
 
 
-def _has_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.running_mean is not None and not _spans_workers(module)
+def _default_world(model: nn.Module) -> World:
+    """The default process group of torch.distributed, or a single worker; on the model's device."""
+    joined = dist.is_available() and dist.is_initialized()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+    return World(
+        rank=rank,
+        local_rank=rank,
+        node=0,
+        size=size,
+        local_size=size,
+        nodes=1,
+        device=next(model.parameters()).device,
+        backend=str(dist.get_backend()) if joined else "none",
+        launcher="torch.distributed",
+    )
 
 
-def _called(name: str) -> str:
-    return f"layer {name}" if name else "the model"
+def _check_spanning(exact: bool) -> None:
+    if exact:
+        raise UsageError(
+            'reduce="exact": a norm layer takes its statistics over all workers, by float sums that depend on their number;'
+            ' use plain batch norm, or reduce="fast"'
+        )
 
 
-def _spans_workers(module: nn.Module) -> bool:
-    return isinstance(module, SyncNorm | nn.SyncBatchNorm)
+def _group(model: nn.Module, at_once: int) -> None:
+    """Let several parts share a pass."""
+    why = can_group(model)
+    if why:
+        raise UsageError(f"at_once is {at_once}: {why}, which cannot keep parts apart in a pass; use at_once=1")
+    group_batch_norms(model)
 
 
-def _draws(module: nn.Module) -> bool:
-    """Whether a layer is known to draw random numbers in training."""
-    if isinstance(module, _DropoutNd):
-        return module.p > 0
-    dropout = getattr(module, "dropout", 0)  # attention and recurrent layers hold a number
-    return isinstance(module, nn.RReLU) or (isinstance(dropout, float) and dropout > 0)
-
-
-def _cut(parts: range, at_once: int) -> list[range]:
-    return [parts[i : i + at_once] for i in range(0, len(parts), at_once)]
+def _batches(loader: DataLoader[Any], plan: list[np.ndarray], epoch: int) -> Iterator[Any]:
+    """The loader's batches for these passes."""
+    if not isinstance(loader.batch_sampler, PassSampler):
+        raise UsageError("this DataLoader does not know about parts: make it with Parts.loader(dataset)")
+    loader.batch_sampler.set_epoch(plan, epoch)
+    return iter(loader)

@@ -6,15 +6,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline.core.carrier import Meter
-from paceline.core.determinism import same_bits
-from paceline.core.parts import Pass
+from paceline.core.determinism import deterministic
 from paceline.dist.world import World, world
 from paceline.errors import UsageError
 from paceline.loading import load_rest
@@ -22,7 +19,9 @@ from paceline.records import COMPONENTS
 from paceline.scale.scale import summarise
 from paceline.training import tasks
 from paceline.training.build import Run, build
-from paceline.training.capture import prepare as fast
+from paceline.training.capture.prepare import capture
+from paceline.training.loop import make_clock, make_step
+from paceline.training.meter import Meter
 from paceline.training.timing.clock import Split, Timed, split_steps
 
 _WARM_UP = 15  # steps: DDP lays its buckets out anew after the first and measures ten
@@ -35,7 +34,7 @@ def measure_here(task_name: str, options: Mapping[str, Any], how: Mapping[str, A
     load_rest()
     with world(options.get("backend", "auto"), float(options.get("timeout_s", 600.0))) as here:
         task, config = tasks.resolve(task_name, options)
-        with same_bits(config):
+        with deterministic(config.reduce == "exact"):
             found = measure(lambda profile: build(task, replace(config, profile=profile), here), how)
         return {**found, "unit": task.unit} if here.speaks else None
 
@@ -55,23 +54,19 @@ def measure(make: Callable[[bool], Run], how: Mapping[str, Any]) -> dict[str, An
         here, batch = run.world, run.sampler.global_batch
         work, steps = _begin(run, how)
         speeds = [steps * batch / work.window(steps) for _ in range(how["windows"])]
-        run.step.captured = None  # NCCL does not end while a graph lives that holds some of its work
-    del run, work
+    del run, work  # NCCL does not end while a graph lives that holds some of its work
     with make(True) as run:
         work, steps = _begin(run, how)
         timed = [step for _ in range(how["windows"]) for step in work.timed(max(5, steps // 2))]
         split, buckets = split_steps(timed, here), _describe_buckets(timed)
         links = _measure_links(here, _gradient_bytes(run)) if here.size > 1 else []
-        run.step.captured = None
+    del work
     return {"count": _describe(run, split, {**summarise(speeds), "buckets": buckets}, links), "links": links}
 
 
 def _begin(run: Run, how: Mapping[str, Any]) -> tuple["_Work", int]:
     """The run's steps, warmed up, and how many of them make a window."""
-    fast.prepare(run, 0)
     work = _Work(run)
-    run.step.model.train()
-    run.step.clock.on = False
     work.window(_WARM_UP)
     step_s = work.window(_WARM_UP) / _WARM_UP
     return work, int(run.world.share(max(5, round(how["window_s"] / step_s))))
@@ -82,6 +77,10 @@ class _Work:
 
     def __init__(self, run: Run) -> None:
         self._run, self._meter, self._steps = run, Meter(run.world), self._endless()
+        self._clock = make_clock(run)
+        self._executor = capture(run, make_step(run, self._clock), 0, lambda text: None)
+        self._clock.switch(False)
+        run.model.train()
 
     def window(self, steps: int) -> float:
         """How long so many steps take, all workers together."""
@@ -95,16 +94,16 @@ class _Work:
 
     def timed(self, steps: int) -> list[Timed]:
         """So many steps, each timed. On a GPU each is waited for, because a graph's stamps last until its next replay."""
-        clock, found = self._run.step.clock, []
+        clock, found = self._clock, []
         self._run.world.barrier()
-        clock.on = True
+        clock.switch(True)
         for _ in range(steps):
             next(self._steps)
             if self._run.world.device.type == "cuda":
                 clock.end()
                 found += clock.take()
         clock.end()
-        clock.on = False
+        clock.switch(False)
         return found + clock.take()
 
     def _wait(self) -> None:
@@ -116,19 +115,16 @@ class _Work:
     def _endless(self) -> Iterator[None]:
         run, number = self._run, 0
         for epoch in itertools.count():
-            plan = run.plan(epoch, range(run.sampler.full_steps))
-            flat = [(number + i, item) for i, passes in enumerate(plan) for item in passes]
-            inputs = run.train.inputs([item.samples for _, item in flat], epoch, partial(self._seed, flat))
-            for passes in plan:
-                # After the schedule's end it begins anew: what is measured is speed.
-                values = run.step(number % run.step.schedule.total_steps, inputs, passes, run.sampler.global_batch)
-                for _ in self._meter.push(number, values):  # read as in training, which waits for them
+            steps = run.parts.steps(epoch, range(run.sampler.full_steps))
+            passes = [(step.number, item) for step in steps for item in step.passes]
+            inputs = run.train.inputs([item.samples for _, item in passes], epoch, lambda i: run.parts.seed(*passes[i]))
+            for step in steps:
+                # After the schedule's end it starts over: what is measured is speed.
+                step = replace(step, number=number % run.update.schedule.total_steps)
+                for _ in self._meter.push(number, self._executor(step, inputs)):  # read as in training, which waits for them
                     pass
                 number += 1
                 yield
-
-    def _seed(self, flat: Sequence[tuple[int, Pass]], i: int) -> None:
-        self._run.seed(*flat[i])
 
 
 def _describe(run: Run, split: Split, about: Mapping[str, Any], links: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -161,7 +157,7 @@ def _describe_worker(rank: int, step_s: float, components_s: Any, memory_bytes: 
 
 
 def _gradient_bytes(run: Run) -> int:
-    return sum(parameter.nbytes for parameter in run.step.model.parameters() if parameter.requires_grad)
+    return sum(parameter.nbytes for parameter in run.model.parameters() if parameter.requires_grad)
 
 
 def _describe_buckets(timed: Sequence[Timed]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Put a run together: data, model, optimizer, step. What each worker needs before the first step."""
+"""Build a run: data, model, optimizer, loaders and contract. All that each worker needs before the first step."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -11,11 +11,10 @@ from torch.utils.data import Dataset
 
 from paceline import models
 from paceline.config import Config
-from paceline.core.determinism import same_bits
+from paceline.core.determinism import deterministic
 from paceline.core.keys import key, seed_all
-from paceline.core.noise import Noise
 from paceline.core.norms import PartNorm, can_group, group_batch_norms
-from paceline.core.parts import Grouping, Pass, choose_grouping, deal_parts, measures_noise, plan_epoch
+from paceline.core.parts import Parts, Step
 from paceline.core.sampler import Sampler
 from paceline.core.sync_norm import replace_sync_batch_norms
 from paceline.data.loaders import Arrays, Loader, Resident, make_loader
@@ -26,10 +25,14 @@ from paceline.optim import make_optimizer
 from paceline.optim.muon import describe_split
 from paceline.training.contract import Contract, make_contract, plan_run
 from paceline.training.dataset import count_samples, load_data
+from paceline.training.forward import Forward
+from paceline.training.gradients import Sam
+from paceline.training.grouping import Grouping, choose_grouping, measures_noise
+from paceline.training.local import first_local_step
 from paceline.training.precision import choose_precision
-from paceline.training.step import Step
 from paceline.training.task import Task
 from paceline.training.trial import Trial
+from paceline.training.update import Update
 
 _INIT = 0x1217  # keeps the numbers that make models apart from those of step 0
 _SAME_MODEL = "the task must make the same model in every worker; torch, numpy and random are seeded before it is called"
@@ -37,21 +40,21 @@ _SAME_MODEL = "the task must make the same model in every worker; torch, numpy a
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One worker's side of a run, ready to go."""
+    """One worker's side of a run, before the first step."""
 
     config: Config
     world: World
-    sampler: Sampler
-    grouping: Grouping
-    step: Step
+    parts: Parts
+    forward: Forward
+    update: Update
     train: Loader
     validation: Loader
     validation_samples: int
     data_sha256: str
-    """Of both data sets: what a resumed run must find again."""
+    """Of both data sets. A resumed run must find the same."""
     contract: Contract
     notes: tuple[str, ...] = ()
-    """What the user should know before the first step."""
+    """What to tell the user before the first step."""
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -65,28 +68,46 @@ class Run:
         for loader in (self.train, self.validation):
             loader.close()
 
-    def plan(self, epoch: int, steps: range) -> list[list[Pass]]:
-        """This worker's passes in these steps of an epoch."""
-        sampler, local, groups = self.sampler, self.step.local, self.step.groups
-        order, accumulate = sampler.order(epoch), self.config.accumulate
-        if local is None:
-            return plan_epoch(sampler, order, steps, groups, accumulate, self.grouping.one_pass)
-        # Parts that train by themselves run in turn, each as one of its group.
-        begin = min(max(steps.start, local.first - epoch * sampler.steps), steps.stop)
-        plan = plan_epoch(sampler, order, range(steps.start, begin), groups, accumulate)
-        singles = [(number, range(part, part + 1)) for number, group in enumerate(groups) for part in group]
-        apart = plan_epoch(sampler, order, range(begin, steps.stop), [single for _, single in singles], accumulate)
-        return plan + [[replace(item, group=singles[item.group][0]) for item in passes] for passes in apart]
+    @property
+    def model(self) -> nn.Module:
+        return self.parts.model
 
-    def seed(self, step: int, item: Pass) -> None:
-        """Seed what a pass may draw: by the step and the part, never by the rank (law 3)."""
-        seed_all(key(self.config.seed, step, item.parts[0], item.micro), self.world.device)
+    @property
+    def sampler(self) -> Sampler:
+        return self.parts.sampler
+
+    @property
+    def local_from(self) -> int | None:
+        """The step from which parts train by themselves; None without `--local-steps`."""
+        return first_local_step(self.config.local_steps, self.config.local_after, self.update.schedule)
+
+    @property
+    def plain_until(self) -> int:
+        """Steps before parts train by themselves: those that can be captured."""
+        return self.update.schedule.total_steps if self.local_from is None else self.local_from
+
+    def steps(self, epoch: int, which: range) -> list[Step]:
+        """These steps of an epoch. Parts that train by themselves have passes of their own."""
+        local_from = which.stop if self.local_from is None else self.local_from - epoch * self.sampler.steps
+        begin = min(max(which.start, local_from), which.stop)
+        together = self.parts.steps(epoch, range(which.start, begin))
+        return together + (self.parts.steps(epoch, range(begin, which.stop), alone=True) if begin < which.stop else [])
+
+    def sam(self) -> Sam | None:
+        """Sharpness-aware steps, if the run takes them."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return Sam(trained, self.config.sam_rho) if self.config.sam_rho else None
+
+    def kept(self) -> dict[str, Tensor]:
+        """What a step changes besides the model, its statistics and the optimizer's state, by name in a checkpoint."""
+        noise = self.parts.engine.noise
+        return {**({} if noise is None else {"noise": noise.state}), **self.update.averages()}
 
 
 def build(task: Task, config: Config, world: World) -> Run:
-    """Load the data, make the model, work out the contract. Every worker reaches this."""
+    """Load the data, make the model, work out the contract. Collective: call on every rank."""
     precision, notes = choose_precision(config, world)
-    with same_bits(config):
+    with deterministic(config.reduce == "exact"):
         run = _build(task, replace(config, precision=precision), world)
     return replace(run, notes=(*notes, *run.notes))
 
@@ -102,21 +123,21 @@ def _build(task: Task, config: Config, world: World) -> Run:
     ]
     if suits_channels_last(model, config, sampler.global_batch // sampler.parts):
         notes += _lay_out_channels_last(model, trial)
-    exact = config.reduce == "exact"
-    dealt = [deal_parts(sampler.parts, world.size, rank, grouping.at_once, whole_groups=exact) for rank in range(world.size)]
-    step = Step(
-        model=model,
-        optimizer=make_optimizer(model, config),
-        schedule=schedule,
-        objective=task.objective,
+    optimizer = make_optimizer(model, config)
+    parts = Parts(
+        model,
+        samples=sampler.samples,
+        global_batch=sampler.global_batch,
+        virtual_workers=sampler.parts,
+        reduce=config.reduce,
+        seed=config.seed,
+        accumulate=config.accumulate,
+        at_once=grouping.at_once,
+        measure_noise=measures_noise(config),
         world=world,
-        config=config,
-        loader=loaders[0],
-        parts=sampler.parts,
-        groups=dealt[world.rank],
-        full=sampler.global_batch,
-        noise=_make_noise(model, sampler, dealt, world) if measures_noise(config) else None,
     )
+    if config.local_steps and parts.statistics.over_workers:
+        raise UsageError("--local-steps: a norm layer takes its statistics over all workers; use norm=part or batch")
     if config.optimizer == "muon":
         notes += (describe_split(model, config.rest),)
     about = {
@@ -134,9 +155,9 @@ def _build(task: Task, config: Config, world: World) -> Run:
     return Run(
         config=config,
         world=world,
-        sampler=sampler,
-        grouping=grouping,
-        step=step,
+        parts=parts,
+        forward=Forward(model, task.objective, loaders[0], config.precision),
+        update=Update(model, optimizer, schedule, config, parts.engine.noise),
         train=loaders[0],
         validation=loaders[1],
         validation_samples=count_samples(validation),
@@ -147,7 +168,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
 
 
 def _make_model(trial: Trial) -> tuple[nn.Module, Grouping, tuple[str, ...]]:
-    """The model, how it runs its parts, and what the user should know. Collective: call on every rank."""
+    """The model, how it runs its parts, and what to tell the user. Collective: call on every rank."""
     task, config, world, parts = trial.task, trial.config, trial.world, trial.sampler.parts
     seed_all(key(config.seed, _INIT))
     model, notes = strip_compiled(task.model() if task.model else _model(config, task, trial.data))
@@ -185,9 +206,9 @@ def strip_compiled(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 
 
 def own_buffers(model: nn.Module) -> nn.Module:
-    """Give memory of their own to buffers that share it, with themselves (as `expand` makes) or with another tensor.
+    """Give each buffer memory of its own if it shares some, with itself (after `expand`) or with another tensor.
 
-    Nothing could be loaded into the first kind, and safetensors saves neither.
+    Nothing can be loaded into the first kind, and safetensors saves neither.
     """
     owners: dict[int, Tensor] = {parameter.untyped_storage().data_ptr(): parameter for parameter in model.parameters()}
     for module in model.modules():
@@ -201,7 +222,7 @@ def own_buffers(model: nn.Module) -> nn.Module:
 
 
 def _check_norm_part(model: nn.Module, norm_part: int) -> tuple[str, ...]:
-    """What the user should know of `--norm-part`. Raises UsageError if the model's batch cannot be cut."""
+    """Notes about `--norm-part`. Raises UsageError if the model's batch cannot be cut."""
     why = can_group(model) if norm_part else ""
     if why:
         raise UsageError(f"--norm-part {norm_part} cannot cut its batch: {why}; leave --norm-part out")
@@ -209,18 +230,11 @@ def _check_norm_part(model: nn.Module, norm_part: int) -> tuple[str, ...]:
     return () if plain or not norm_part else (f"--norm-part {norm_part} changes nothing: the model has no plain batch norm",)
 
 
-def _make_noise(model: nn.Module, sampler: Sampler, dealt: list[list[range]], world: World) -> Noise:
-    """What compares the gradients of the groups that all workers have."""
-    units = [len(group) for groups in dealt for group in groups]
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return Noise(trained, units, sampler.global_batch // sampler.parts, sampler.parts, world.device)
-
-
 def suits_channels_last(model: nn.Module, config: Config, part_batch: int) -> bool:
-    """Whether convolutions would be faster with the channels of a pixel side by side: 1.6 times on a CPU, 2 to 3 on a GPU.
+    """Whether to lay out convolutions channels-last: 1.6 times as fast on a CPU, 2 to 3 times on a GPU.
 
-    Not where batch norm takes several groups a pass, which then must copy (unless compiled); and not for a few samples, of
-    which an epoch's tail may leave one: torch 2.13's batch norm on the CPU then returns wrong gradients.
+    Skip it if batch norm handles several groups per pass: it would have to copy (unless compiled). Skip small batches: the last
+    step of an epoch can have a single sample, and then torch 2.13's batch norm on the CPU returns wrong gradients.
     """
     if config.fast == "off" or part_batch < 8 * config.accumulate:
         return False
@@ -230,13 +244,13 @@ def suits_channels_last(model: nn.Module, config: Config, part_batch: int) -> bo
 
 
 def _lay_out_channels_last(model: nn.Module, trial: Trial) -> tuple[str, ...]:
-    """Change the layout in place, and back where a user's own net does not take it; says so. Collective: call on every rank."""
+    """Change the layout in place; change it back, with a note, if a user's own net fails. Collective: call on every rank."""
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     why = agreed(trial.world, "" if trial.task.model is None else trial.why_not_channels_last(model))
     if not why:
         return ()
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    return (f"convolutions keep torch's usual layout, not channels-last: {why}",)
+    return (f"convolutions keep torch's default layout instead of channels-last: {why}",)
 
 
 def _model(config: Config, task: Task, train: Arrays | Dataset[Any]) -> nn.Module:

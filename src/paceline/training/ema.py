@@ -21,8 +21,6 @@ class Ema:
         self._averages = [p.to(dtype, copy=True) for p, dtype in zip(self._trained, wide, strict=True)]
         self._weight = torch.zeros((), device=self._trained[0].device)  # read by a captured step
         self._kept: list[Tensor] | None = None
-        self.paused = False
-        """Weights are not taken in: those of one part alone (`local.py`)."""
 
     def begin(self, step: int, steps: int = 1) -> None:
         """Set what the weights after step `step` will count for: as much as `steps` steps, where that many made them."""
@@ -34,8 +32,6 @@ class Ema:
 
         Not `_foreach_lerp_`, which reads a weight on the device back to the host.
         """
-        if self.paused:
-            return
         distances = torch._foreach_sub(self._trained, self._averages)
         torch._foreach_mul_(distances, self._weight)
         torch._foreach_add_(self._averages, distances)

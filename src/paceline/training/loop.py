@@ -1,4 +1,4 @@
-"""The training loop: epochs of steps, validation after each, until the end, the target, a wish to stop or a loss that is no
+"""The training loop: epochs of steps, validation after each, until the end, the target, a request to stop, or a loss that is no
 longer finite."""
 
 import hashlib
@@ -12,63 +12,79 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.core.carrier import Meter
-from paceline.core.determinism import same_bits
-from paceline.core.parts import Pass
+from paceline.core.carrier import MOST_METRICS, PAYLOAD
+from paceline.core.determinism import deterministic
+from paceline.core.noise import adascale_gain, noise_scale
+from paceline.core.parts import Step
 from paceline.dist.agree import check_agreement
 from paceline.dist.messages import headline
 from paceline.dist.watch import Watch
 from paceline.errors import Diverged, PacelineError, RecordError, Stopped, UsageError, refuse_exit
+from paceline.records import Status
 from paceline.training.build import Run
-from paceline.training.capture import prepare as fast
+from paceline.training.capture.prepare import CapturedStep, capture
 from paceline.training.checkpoint.keeper import Keeper, Progress
+from paceline.training.checks import Checks
 from paceline.training.evaluate import Averaged, Validation
+from paceline.training.local import LocalSteps
+from paceline.training.meter import Meter
 from paceline.training.observers import Observer, Result
+from paceline.training.step import Executor, TrainStep
+from paceline.training.timing.clock import Clock
 from paceline.training.timing.health import Health
 from paceline.training.timing.profile import Profile
 
 EXPLODED, HOPELESS = 1e4, 1e8
-"""Times the loss of the first step, or 1 if that is more. A loss that exploded is a divergence, though it is finite: if both
-the last step's and the validation loss did, or the validation loss is hopeless. Early in a run with batch norm a validation
-loss of 1e4 by itself only shows that the running statistics are not there yet."""
+"""Multiples of the first step's loss, or of 1 if that is more. A finite loss can be a divergence too: if both the last step's
+loss and the validation loss exploded, or the validation loss is hopeless. Early in a run with batch norm, a validation loss of
+1e4 alone only shows that the running statistics have not settled."""
 
 
 def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, watch: Watch | None = None) -> Result:
-    """Train to the end. Every worker calls this; rank 0 brings the observers. Raises what ended it, after telling them.
+    """Train to the end. Raises what ended it, after telling the observers, which rank 0 has. Collective: call on every rank.
 
-    With a keeper, the run goes on from its last checkpoint and writes more of them; with a watch, it can be asked to stop.
+    With a keeper, the run continues from its last checkpoint and writes more of them. With a watch, it can be asked to stop.
     """
     keeper = keeper or Keeper(run)
-    with same_bits(run.config), closing(keeper):
-        progress = keeper.restore() or Progress(result=Result(status="failed", metrics={}))
+    with deterministic(run.config.reduce == "exact"), closing(keeper):
+        progress = keeper.restore() or Progress(result=Result(status=Status.FAILED, metrics={}))
         progress.result = replace(progress.result, record=run.contract.record)
         contract = replace(run.contract, resumed_at=progress.step if keeper.resumes else None)
         for observer in observers:
             observer.start(contract)
         try:
             with refuse_exit():
-                _Fit(run, observers, progress, keeper, watch).epochs()
-            run.step.captured = None  # NCCL does not end while a graph lives that holds some of its work
+                _Fit(run, observers, progress, keeper, watch).train()
         except BaseException as error:
-            status = {Diverged: "diverged", KeyboardInterrupt: "interrupted", Stopped: "interrupted"}.get(type(error), "failed")
+            stopped = isinstance(error, KeyboardInterrupt | Stopped)
+            status = Status.DIVERGED if isinstance(error, Diverged) else Status.INTERRUPTED if stopped else Status.FAILED
             result = replace(progress.result, status=status, why=_why(error))
             for observer in observers:
                 with suppress(PacelineError):  # a full disk must not hide what happened
                     observer.end(result, None)
-            if isinstance(error, Stopped | Diverged):  # on all workers at once; the first to end ends the others
+            if isinstance(error, Stopped | Diverged):  # on all workers at once; the first to exit ends the others
                 with suppress(RuntimeError):
-                    run.world.barrier()  # so not before rank 0 has closed its record
+                    run.world.barrier()  # so wait until rank 0 has closed its record
             raise
     for observer in observers:
-        observer.end(progress.result, run.step.model)
+        observer.end(progress.result, run.model)
     return progress.result
 
 
-def _why(error: BaseException) -> str:
-    """What the result says about an error: our own text, else one line. A loader error's text is a whole traceback."""
-    if isinstance(error, PacelineError):
-        return str(error)
-    return headline(error) if str(error) else type(error).__name__
+def make_step(run: Run, clock: Clock, watch: Watch | None = None, say: Any = lambda text: None) -> TrainStep:
+    """The plain step of a run."""
+    checks = Checks(run.parts, run.forward, say)
+    mark = watch.mark if watch else lambda number, phase: None
+    return TrainStep(run.parts, run.forward, run.update, clock=clock, checks=checks, mark=mark, sam=run.sam())
+
+
+def make_clock(run: Run) -> Clock:
+    """The clock of a run's steps. Call it once per run: it hooks into DDP."""
+    engine = run.parts.engine
+    clock = Clock(run.world, engine.carrier.cargo if engine.averages else None, run.config.profile)
+    if engine.noise is not None or run.config.profile:
+        engine.hook_buckets(lambda bucket, average: clock.average(bucket, average, compared=engine.compares))
+    return clock
 
 
 def model_sha256(model: nn.Module) -> str:
@@ -80,6 +96,13 @@ def model_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def _why(error: BaseException) -> str:
+    """What the result says about an error: our own text, else one line. The text of a loader's error is a whole traceback."""
+    if isinstance(error, PacelineError):
+        return str(error)
+    return headline(error) if str(error) else type(error).__name__
+
+
 class _Fit:
     """One run of the loop: what its methods share."""
 
@@ -87,119 +110,140 @@ class _Fit:
         self, run: Run, observers: Sequence[Observer], progress: Progress, keeper: Keeper, watch: Watch | None
     ) -> None:
         self.run, self.observers, self.progress, self.keeper, self.watch = run, observers, progress, keeper, watch
-        self.save_wished = self.stop_wished = self.check_due = False
+        self.save_requested = self.stop_requested = self.check_due = False
         self.noise_scale: float | None = None
-        self._ahead: tuple[int, list[list[Pass]]] = (-1, [])
-        self.health, step = Health(run), run.step
+        self.clock = make_clock(run)
+        self.step = make_step(run, self.clock, watch, self._say)
+        self.health = Health(run, self.clock)
         self.profile: Profile | None = None
-        if run.config.profile:
-            self.profile = Profile(step, progress.step)
-        run.step.say = self._say
+        self._ahead: tuple[int, list[Step]] = (-1, [])
 
-    def epochs(self) -> None:
+    def train(self) -> None:
+        """All epochs that are left."""
         run, progress = self.run, self.progress
-        config, world, model = run.config, run.world, run.step.model
         if self.watch:
-            self.watch.mark(progress.step, "loading")  # whoever asks to stop now need not wait for a step
+            self.watch.mark(progress.step, "loading")  # a request to stop need not wait for a step now
         for note in run.notes:
             self._say(note)
-        fast.prepare(run, progress.step)
-        validation = Validation(run.step, run.validation, run.validation_samples)
-        averaged = Averaged(run.step, run.train, run.sampler) if run.step.ema is not None else None
+        captured = capture(run, self.step, progress.step, self._say)
+        executor = self.executor = self._with_local_steps(captured)
+        validation = Validation(run, self.step, captured)
+        averaged = Averaged(run, self.step) if run.update.ema is not None else None
+        if run.config.profile:
+            self.profile = Profile(run, self.clock, progress.step, isinstance(captured, CapturedStep))
+        del captured, executor
         if self.watch:
-            run.step.mark = self.watch.mark
-        run.step.mark(progress.step, "data")
-        for epoch in range(progress.epoch, config.epochs):
-            first = epoch * run.sampler.steps
-            self._train_epoch(epoch, first)
-            run.step.tell_unfrozen()
-            samples_per_s = int(run.sampler.step_bounds[progress.step - first]) / progress.epoch_time_s
-            progress.train_time_s += progress.epoch_time_s
-            run.step.statistics.average(world)
-            check_agreement({**model.state_dict(), **run.step.kept()}, world, f"after epoch {epoch + 1}")
-            if averaged is not None:
-                averaged.put_in(epoch)
-            metrics = validation(epoch)
-            self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss", self._most_loss())
-            if config.target_accuracy and "accuracy" not in metrics:
-                raise UsageError(f"--target-accuracy: this task reports {', '.join(metrics)}, and no accuracy to reach")
-            row = {
-                "epoch": epoch + 1,
-                "step": progress.step,
-                "time_s": progress.train_time_s,
-                "epoch_time_s": progress.epoch_time_s,
-                "samples_per_s": samples_per_s,
-                **{f"val_{name}": value for name, value in metrics.items()},
-                **({"noise_scale": self.noise_scale} if self.noise_scale is not None else {}),
-            }
-            for observer in self.observers:
-                observer.epoch(row)
-            progress.result = replace(
-                progress.result,
-                epochs=epoch + 1,
-                steps=progress.step,
-                train_time_s=progress.train_time_s,
-                samples_per_s=samples_per_s,
-                metrics=metrics,
-            )
-            progress.epoch, progress.epoch_time_s = epoch + 1, 0.0
-            hit = config.target_accuracy and metrics["accuracy"] >= config.target_accuracy
-            progress.hits = progress.hits + 1 if hit else 0
-            if progress.hits >= config.patience or progress.step >= run.step.schedule.total_steps:
-                break  # with the averaged weights in place, where there are any
-            if averaged is not None:
-                averaged.take_out()
-        status = "target reached" if progress.hits >= config.patience else "done"
-        progress.result = replace(progress.result, status=status, model_sha256=model_sha256(model))
+            self.watch.mark(progress.step, "data")
+        for epoch in range(progress.epoch, run.config.epochs):
+            self._train_epoch(epoch)
+            if self._validate(epoch, validation, averaged):
+                break  # with the averaged weights in place, if there are any
+        status = Status.TARGET_REACHED if progress.hits >= run.config.patience else Status.DONE
+        progress.result = replace(progress.result, status=status, model_sha256=model_sha256(run.model))
 
-    def _train_epoch(self, epoch: int, first: int) -> None:
-        """Train on each sample once, or up to the last step of the run; from the middle, where a resumed run was there."""
+    def _with_local_steps(self, executor: Executor) -> Executor:
+        run = self.run
+        self.local: LocalSteps | None = None
+        if run.local_from is None:
+            return executor
+        self.local = LocalSteps(self.step, executor, run.local_from, run.config.local_steps, self._say)
+        return self.local
+
+    def _train_epoch(self, epoch: int) -> None:
+        """Train on each sample once, or up to the run's last step. A resumed run starts where it was in the epoch."""
         run, progress = self.run, self.progress
-        config, bounds = run.config, run.sampler.step_bounds
+        bounds, first = run.sampler.step_bounds, epoch * run.sampler.steps
         begin, meter = time.perf_counter() - progress.epoch_time_s, Meter(run.world)
-        steps = self._steps(epoch)
-        plan = self._plan(epoch, progress.step - first)
-        flat = [(first + i, item) for i, passes in enumerate(plan, progress.step - first) for item in passes]
-
-        inputs = run.train.inputs([item.samples for _, item in flat], epoch, lambda number: run.seed(*flat[number]))
-        run.step.model.train()
+        end = first + self._steps_in(epoch)
+        steps = self._steps(epoch, progress.step - first)
+        passes = [(step.number, item) for step in steps for item in step.passes]
+        inputs = run.train.inputs([item.samples for _, item in passes], epoch, lambda i: run.parts.seed(*passes[i]))
+        run.model.train()
         self.health.start(int(bounds[progress.step - first]))
-        for passes in plan:
-            i = progress.step - first
-            self.health.before(progress.step)
+        for step in steps:
+            self.health.before(step.number)
             if self.profile is not None:
-                self.profile.before(progress.step)
-            samples = int(bounds[i + 1] - bounds[i])
-            values = run.step(progress.step, inputs, passes, samples, self._wishes())
-            self._tell(meter.push(progress.step, values), epoch, begin, first + steps)
+                self.profile.before(step.number)
+            values = self.executor(step, inputs, self._requests())
+            self._tell(meter.push(step.number, values), epoch, begin, end)
             progress.step += 1
-            self.save_wished |= self.keeper.due(progress.step)
-            self.check_due |= bool(config.check_every) and progress.step % config.check_every == 0
-            self.check_due |= self.profile is not None and progress.step == self.profile.steps.stop
-            if run.step.local is not None and run.step.local.apart:
-                continue  # in a few steps all parts are the same again: everything that looks at weights waits for that
+            self.save_requested |= self.keeper.due(progress.step)
+            self.check_due |= self._checks_after(progress.step)
+            if self.local is not None and self.local.apart:
+                continue  # in a few steps all parts are equal again: everything that looks at weights waits for that
             if self.check_due:
-                self.check_due = False
-                if self.health.due() or (self.profile is not None and progress.step == self.profile.steps.stop):
-                    run.step.clock.end()
-                    self._look(epoch, int(bounds[progress.step - first]), begin)
-                check_agreement(dict(run.step.model.named_parameters()), run.world, f"after step {progress.step}")
-            if self.save_wished or self.stop_wished:
-                self._tell(meter.flush(), epoch, begin, first + steps)
+                self._check(epoch, int(bounds[progress.step - first]), begin)
+            if self.save_requested or self.stop_requested:
+                self._tell(meter.flush(), epoch, begin, end)
                 progress.epoch_time_s = time.perf_counter() - begin
                 self._save_or_stop()
-        run.step.clock.end()
-        if self._steps(epoch + 1) > 0:
-            self._ahead = epoch + 1, self._plan(epoch + 1, 0)  # a GPU has work for some steps more: it need not wait for this
-        self._tell(meter.flush(), epoch, begin, first + steps)
-        run.step.mark(progress.step, "reduce")
+        self.clock.end()
+        if self._steps_in(epoch + 1) > 0:
+            self._ahead = epoch + 1, self._steps(epoch + 1, 0)  # while a GPU still works on the last steps
+        self._tell(meter.flush(), epoch, begin, end)
+        self.step.mark("reduce")
         run.world.barrier()
         progress.epoch_time_s = time.perf_counter() - begin
         self._look(epoch, int(bounds[progress.step - first]), begin)
 
+    def _validate(self, epoch: int, validation: Validation, averaged: Averaged | None) -> bool:
+        """Validate after an epoch, and tell the observers. Whether the run is over."""
+        run, progress, config = self.run, self.progress, self.run.config
+        self.step.checks.end_epoch()
+        samples = int(run.sampler.step_bounds[progress.step - epoch * run.sampler.steps])
+        samples_per_s = samples / progress.epoch_time_s
+        progress.train_time_s += progress.epoch_time_s
+        run.parts.average_statistics()
+        check_agreement({**run.model.state_dict(), **run.kept()}, run.world, f"after epoch {epoch + 1}")
+        if averaged is not None:
+            averaged.put_in(epoch)
+        metrics = validation(epoch)
+        self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss", self._most_loss())
+        if config.target_accuracy and "accuracy" not in metrics:
+            raise UsageError(f"--target-accuracy: this task reports {', '.join(metrics)}, but no accuracy")
+        row = {
+            "epoch": epoch + 1,
+            "step": progress.step,
+            "time_s": progress.train_time_s,
+            "epoch_time_s": progress.epoch_time_s,
+            "samples_per_s": samples_per_s,
+            **{f"val_{name}": value for name, value in metrics.items()},
+            **({"noise_scale": self.noise_scale} if self.noise_scale is not None else {}),
+        }
+        for observer in self.observers:
+            observer.epoch(row)
+        progress.result = replace(
+            progress.result,
+            epochs=epoch + 1,
+            steps=progress.step,
+            train_time_s=progress.train_time_s,
+            samples_per_s=samples_per_s,
+            metrics=metrics,
+        )
+        progress.epoch, progress.epoch_time_s = epoch + 1, 0.0
+        hit = config.target_accuracy and metrics["accuracy"] >= config.target_accuracy
+        progress.hits = progress.hits + 1 if hit else 0
+        over = progress.hits >= config.patience or progress.step >= run.update.schedule.total_steps
+        if averaged is not None and not over:
+            averaged.take_out()
+        return over
+
+    def _checks_after(self, step: int) -> bool:
+        """Whether workers compare their weights after this many steps."""
+        every = self.run.config.check_every
+        return (bool(every) and step % every == 0) or (self.profile is not None and step == self.profile.steps.stop)
+
+    def _check(self, epoch: int, samples: int, begin: float) -> None:
+        """Compare the workers' weights, and look at their times if it is time. Collective: call on every rank."""
+        step, self.check_due = self.progress.step, False
+        if self.health.due() or (self.profile is not None and step == self.profile.steps.stop):
+            self.clock.end()
+            self._look(epoch, samples, begin)
+        check_agreement(dict(self.run.model.named_parameters()), self.run.world, f"after step {step}")
+
     def _look(self, epoch: int, samples: int, begin: float) -> None:
-        """Put the workers' times of the last steps together, and tell. Every worker reaches this, after the same steps."""
-        progress, timed = self.progress, self.run.step.clock.take()
+        """Combine the workers' times of the last steps, and tell the observers. Collective: call on every rank."""
+        progress, timed = self.progress, self.clock.take()
         about = {"step": progress.step, "epoch": epoch + 1, "time_s": progress.train_time_s + time.perf_counter() - begin}
         health = self.health.look(timed, samples)
         timeline = self.profile.after(progress.step, timed) if self.profile is not None else None
@@ -209,7 +253,7 @@ class _Fit:
         if timeline is not None:
             self._show(timeline)
         if health is not None:
-            self.health.start(samples)  # what looking and telling took is no part of the next steps
+            self.health.start(samples)  # the next interval does not include this look
 
     def _show(self, timeline: Mapping[str, Any]) -> None:
         try:
@@ -218,54 +262,66 @@ class _Fit:
         except RecordError as error:
             self._say(f"the timeline is left out: {error}")
 
-    def _steps(self, epoch: int) -> int:
-        """Steps of an epoch, of which the run's last may be cut short; 0 or less after it."""
-        sampler, total = self.run.sampler, self.run.step.schedule.total_steps
+    def _steps_in(self, epoch: int) -> int:
+        """Steps of an epoch that belong to the run; 0 or less after its last epoch."""
+        sampler, total = self.run.sampler, self.run.update.schedule.total_steps
         return min(sampler.steps, total - epoch * sampler.steps)
 
-    def _plan(self, epoch: int, done: int) -> list[list[Pass]]:
-        """The passes of the epoch's steps that are not done yet."""
-        planned, passes = self._ahead
-        if planned == epoch:
-            return passes
-        return self.run.plan(epoch, range(done, self._steps(epoch)))
+    def _steps(self, epoch: int, done: int) -> list[Step]:
+        """The epoch's steps that are not done yet."""
+        cut, steps = self._ahead
+        return steps if cut == epoch else self.run.steps(epoch, range(done, self._steps_in(epoch)))
 
-    def _wishes(self) -> tuple[bool, bool]:
+    def _requests(self) -> tuple[bool, bool]:
         """To write a checkpoint; to stop."""
-        return self.keeper.wishes(), bool(self.watch and self.watch.stop)
+        return self.keeper.requests(), bool(self.watch and self.watch.stop)
 
     def _tell(self, arrived: Iterable[tuple[int, list[float]]], epoch: int, begin: float, end: int) -> None:
         """Pass on the steps whose numbers have arrived. A loss that is not finite ends the run here, on all workers at once."""
         run, progress = self.run, self.progress
         for step, values in arrived:
-            metrics, (save, stop) = run.step.read(values)
-            self.save_wished |= save
-            self.stop_wished |= stop
+            metrics = dict(zip(run.forward.names, values, strict=False))
+            save, stop = values[MOST_METRICS:PAYLOAD]
+            self.save_requested |= save > 0
+            self.stop_requested |= stop > 0
             self._check_finite(metrics["loss"], step, epoch)
             progress.last_loss = metrics["loss"]
             if progress.first_loss is None:
                 progress.first_loss = metrics["loss"]
             progress.result = replace(progress.result, steps=step + 1)
-            row = progress.rows.add(metrics, run.config.log_every, step + 1 == end)
+            noise = dict(zip(_NOISE, values[PAYLOAD:], strict=False))
+            row = progress.rows.add(metrics | noise, run.config.log_every, step + 1 == end)
             if row is not None:
-                row, lr = run.step.explain(row, run.step.schedule.lr(step))
+                row, lr = self._explain(row, run.update.schedule.lr(step))
                 self.noise_scale = row.get("noise_scale")
                 about = {"step": step + 1, "epoch": epoch + 1, "lr": lr}
                 time_s = progress.train_time_s + time.perf_counter() - begin
                 for observer in self.observers:
                     observer.step({**about, "time_s": time_s, **row})
 
+    def _explain(self, row: Mapping[str, float], lr: float) -> tuple[dict[str, float], float]:
+        """A row of means with the noise scale where it is measured, and the learning rate with AdaScale's gain."""
+        found = {name: value for name, value in row.items() if name not in _NOISE}
+        if self.run.parts.engine.noise is None:
+            return found, lr
+        variance, square = (row[name] for name in _NOISE)
+        found["noise_scale"] = noise_scale(variance, square)
+        if self.run.config.lr_rule == "adascale":
+            state = torch.tensor((variance, square), dtype=torch.float64)
+            found["gain"] = float(adascale_gain(state, self.run.sampler.global_batch, self.run.config.reference_batch))
+        return found, lr * found.get("gain", 1.0)
+
     def _save_or_stop(self) -> None:
-        """Write the checkpoint that is due or wished for; end the run if that was the wish. Every worker reaches this."""
+        """Write the checkpoint that is due or requested; end the run if that was requested. Collective: call on every rank."""
         step, saved = self.progress.step, self.keeper.on
         if saved:
-            self.run.step.mark(step, "reduce")  # everybody's statistics are gathered
+            self.step.mark("reduce")  # all workers' statistics are gathered
             self.keeper.save(self.progress)
-        self.run.step.mark(step, "checkpoint")
-        self.save_wished = False
-        if self.stop_wished:
+        self.step.mark("checkpoint")
+        self.save_requested = False
+        if self.stop_requested:
             why = (self.watch and self.watch.why_stop()) or "a signal to another worker"
-            # Whoever ends first ends the others: all wait until rank 0 has written it.
+            # The first worker to exit ends the others: all wait until rank 0 has written the checkpoint.
             saved, why = self.run.world.share([self.keeper.wait(), why] if self.run.world.speaks else None)
             written = (
                 "a checkpoint is written, and the same command with --resume goes on" if saved else "no checkpoint is written"
@@ -285,10 +341,13 @@ class _Fit:
         slower = "--schedule cosine --warmup-epochs 1" if run.config.schedule == "one-cycle" else "a longer --warmup-epochs"
         raise Diverged(
             f"diverged: the {what} is {loss:.4g}{grown} at step {step + 1} (epoch {epoch + 1}),"
-            f" lr {run.step.schedule.lr(step):.4g}, global batch {run.sampler.global_batch};"
+            f" lr {run.update.schedule.lr(step):.4g}, global batch {run.sampler.global_batch};"
             f" try a lower --base-lr, {slower}, or --clip-norm 1"
         )
 
     def _say(self, text: str) -> None:
         for observer in self.observers:
             observer.say(text)
+
+
+_NOISE = ("gradient_variance", "gradient_square")

@@ -88,7 +88,7 @@ def compiler() -> Iterator[Callable[[Function], Function]]:
             os.environ.pop(_CACHE, None)
 
 
-def watch(body: Body, inputs: list[Inputs], model: nn.Module, objective: Any) -> tuple[Tensor, str]:
+def find_obstacle(body: Body, inputs: list[Inputs], model: nn.Module, objective: Any) -> tuple[Tensor, str]:
     """Do the work; returns its result and what in it a graph could not repeat, or ""."""
     before = _host_state(model, objective)
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""What of a run goes into a checkpoint, when one is written, and how a run comes back from it on any number of workers (law 5).
+"""What goes into a run's checkpoint, when one is written, and how a run continues from it on any number of workers (law 5).
 
-A step's samples, augmentation, dropout and learning rate follow from (seed, epoch, step) alone. So weights, their averages,
-optimizer state, the parts' batch-norm statistics and a few numbers of progress are all there is to keep, and resuming goes on
-in the middle of an epoch with nothing repeated and nothing skipped.
+A step's samples, augmentation, dropout and learning rate follow from (seed, epoch, step) alone. So a checkpoint holds weights,
+their averages, optimizer state, the parts' batch-norm statistics and a few numbers about progress. A resumed run continues in
+the middle of an epoch; nothing is repeated or skipped.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _PLACE = (
 
 @dataclass
 class Progress:
-    """Where a run stands."""
+    """How far a run has come."""
 
     result: Result
     epoch: int = 0
@@ -50,7 +50,7 @@ class Progress:
     hits: int = 0
     """Epochs in a row that reached the target."""
     first_loss: float | None = None
-    """Of the run's first step; of the first after a resume, if an older Paceline wrote the checkpoint."""
+    """Of the run's first step."""
     last_loss: float | None = None
     """Of the last step."""
     rows: Rows = field(default_factory=Rows)
@@ -71,16 +71,16 @@ class Keeper:
         self._writer: Writer | None = None  # made when there is something to write
         self._last_s = time.monotonic()
 
-    def wishes(self) -> bool:
-        """Whether, by rank 0's clock, it is time: a wish that travels with the step's metrics."""
+    def requests(self) -> bool:
+        """Whether, by rank 0's clock, a checkpoint is due: the request travels with the step's metrics."""
         return self._folder is not None and 0 < self._seconds <= time.monotonic() - self._last_s
 
     def due(self, step: int) -> bool:
-        """Whether one is due after so many steps. All workers find the same."""
+        """Whether a checkpoint is due after this many steps. The same on all workers."""
         return bool(self._steps) and step % self._steps == 0
 
     def save(self, progress: Progress) -> None:
-        """Take a checkpoint; rank 0 writes it in the background. Every worker reaches this."""
+        """Take a checkpoint; rank 0 writes it in the background. Collective: call on every rank."""
         tensors, facts = _capture(self._run, progress)
         facts["identity"] = self._identity
         self._last_s = time.monotonic()
@@ -94,49 +94,48 @@ class Keeper:
         self._writer.save(progress.step, tensors, facts)
 
     def wait(self) -> bool:
-        """Until the last checkpoint is on disk; False where it could not be written, or this worker writes none."""
+        """Wait until the last checkpoint is on disk; False if it could not be written, or this worker writes none."""
         return self._writer is not None and self._writer.wait()
 
     def close(self) -> None:
-        """End the writer, after what it has in hand."""
+        """End the writer after its current checkpoint."""
         if self._writer is not None:
             self._writer.close()
 
     def restore(self) -> Progress | None:
-        """Put every worker where rank 0's newest good checkpoint says; None where there is none. Every worker reaches this."""
+        """Load rank 0's newest good checkpoint on every worker; None if there is none. Collective: call on every rank."""
         if not self.resumes:
             return None
         checkpoint = None if self._folder is None else load_latest(self._folder, self._say)
-        world, step = self._run.world, self._run.step
+        run, world = self._run, self._run.world
         facts = world.share(checkpoint.facts if checkpoint else None)
         if facts is None:
             return None
         _check_identity(facts["identity"], self._identity)
         if facts["place"] != _place(world) and self._run.config.reduce == "exact":
-            self._say(f"the checkpoint was made by {facts['place']}, this is {_place(world)}: from here on bits may differ")
+            self._say(f"the checkpoint was made by {facts['place']}, this is {_place(world)}: bits may differ from here on")
         tensors = _broadcast(checkpoint.tensors if checkpoint else {}, world)
         with torch.no_grad():
-            for name, tensor in step.model.state_dict().items():
+            for name, tensor in run.model.state_dict().items():
                 if f"model.{name}" in tensors:
                     tensor.copy_(tensors[f"model.{name}"])
-            for name, tensor in step.kept().items():
+            for name, tensor in run.kept().items():
                 tensor.copy_(tensors[name])
-        step.metrics = tuple(facts["metrics"])  # a run may resume just before a validation
-        step.statistics.scatter(tensors["parts.values"], tensors["parts.counts"])
-        state = _optimizer_state(tensors, facts["optimizer"])
-        _lay_out_like_weights(state, step.optimizer)
-        step.optimizer.load_state_dict({"state": state, "param_groups": step.optimizer.state_dict()["param_groups"]})
+        run.parts.statistics.scatter(tensors["parts.values"], tensors["parts.counts"])
+        optimizer, state = run.update.optimizer, _optimizer_state(tensors, facts["optimizer"])
+        _lay_out_like_weights(state, optimizer)
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         progress = facts["progress"]
         return Progress(**{**progress, "result": Result.read(progress["result"]), "rows": Rows(**progress["rows"])})
 
 
 def _capture(run: Run, progress: Progress) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of a run as tensors and plain facts. Every worker reaches this."""
-    model, optimizer, statistics = run.step.model, run.step.optimizer, run.step.statistics
+    """The state of a run as tensors and plain facts. Collective: call on every rank."""
+    model, optimizer, statistics = run.model, run.update.optimizer, run.parts.statistics
     values, counts = statistics.gather(run.world)
-    parted = statistics.names(model)
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if name not in parted}
-    tensors |= {"parts.values": values, "parts.counts": counts, **run.step.kept()}
+    by_part = statistics.names(model)
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if name not in by_part}
+    tensors |= {"parts.values": values, "parts.counts": counts, **run.kept()}
     plain: dict[str, Any] = {}
     for number, state in optimizer.state_dict()["state"].items():
         for name, value in state.items():
@@ -146,7 +145,6 @@ def _capture(run: Run, progress: Progress) -> tuple[dict[str, Tensor], dict[str,
                 plain[f"{number}.{name}"] = value
     facts = {
         "optimizer": plain,
-        "metrics": run.step.metrics,
         "progress": {**vars(progress), "result": dataclasses.asdict(progress.result), "rows": vars(progress.rows)},
         "place": _place(run.world),
     }
@@ -163,7 +161,7 @@ def _optimizer_state(tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) ->
 
 
 def _lay_out_like_weights(states: dict[int, dict[str, Any]], optimizer: Optimizer) -> None:
-    """A file knows no layout; fused optimizers need a weight's state in the weight's own."""
+    """Files do not store layouts; fused optimizers need a weight's state in the weight's own layout."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, state in states.items():
         for name, value in state.items():
@@ -173,9 +171,9 @@ def _lay_out_like_weights(states: dict[int, dict[str, Any]], optimizer: Optimize
 
 
 def identity(run: Run) -> dict[str, Any]:
-    """What makes a run this run: everything that its weights depend on."""
+    """What identifies a run: everything that its weights depend on."""
     resolved = {"virtual_workers": run.sampler.parts, "global_batch": run.sampler.global_batch}
-    shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in run.step.model.state_dict().items()}
+    shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in run.model.state_dict().items()}
     return {
         "task": run.contract.task,
         "options": {**_options(run.config), **resolved},
@@ -197,13 +195,13 @@ def _options(config: Config) -> dict[str, Any]:
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    # What records from before there was such an option were made with.
+    # Options that older records do not name had these values.
     old = {**{field.name: field.default for field in dataclasses.fields(Config)}, "fast": "off", **old}
     return [f"{flag(name)} was {old.get(name)}, is {value}" for name, value in new.items() if old.get(name) != value]
 
 
 def _check_identity(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """A UsageError that lists what is not as it was."""
+    """Raise a UsageError that lists the differences."""
     differs = _changed(old["options"], new["options"])
     if old["task"] != new["task"]:
         differs.insert(0, f"the task was {old['task']}, is {new['task']}")
@@ -225,7 +223,7 @@ def _place(world: World) -> str:
 
 
 def _broadcast(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Rank 0's tensors on every worker: the record's folder need not be within everybody's reach."""
+    """Rank 0's tensors on every worker: only rank 0 needs access to the record's folder."""
     if world.size == 1:
         return dict(tensors)
     described = world.share([[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()])
@@ -234,5 +232,5 @@ def _broadcast(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]
         kind = getattr(torch, dtype)
         tensor = tensors[name].to(world.device) if name in tensors else torch.empty(shape, dtype=kind, device=world.device)
         dist.broadcast(tensor, 0)
-        received[name] = tensor.cpu()  # where a checkpoint's tensors are: an optimizer's own count of steps must stay there
+        received[name] = tensor.cpu()  # as in a checkpoint: an optimizer's own step count must stay on the CPU
     return received

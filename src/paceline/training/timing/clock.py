@@ -70,7 +70,7 @@ class Timed:
 
 
 class Clock:
-    """Times the steps of one worker; `on` says whether it does so now."""
+    """Times the steps of one worker."""
 
     def __init__(self, world: World, last: nn.Parameter | None = None, detailed: bool = False) -> None:
         """`last` is the parameter whose gradient comes last, where DDP averages: it ends what hides the averaging.
@@ -79,10 +79,10 @@ class Clock:
         communication from the rest, and on one worker none: forward, backward and optimizer are then all compute.
         """
         self._gpu = world.device.type == "cuda"
-        self.on = not self._gpu
-        """On a CPU a stamp costs 0.2 us, so every step is timed; on a GPU those that somebody is about to look at."""
+        self._on = not self._gpu
+        """On a CPU a stamp costs 0.2 us, so every step is timed; on a GPU only steps that are about to be looked at."""
         self.follows_buckets = False
-        """Whether each bucket's end is stamped, too (`--profile`): a callback a bucket."""
+        """Also stamp each bucket's end (`--profile`): one callback per bucket."""
         self._now: Timed | None = None
         self._done: deque[Timed] = deque(maxlen=_KEPT)
         self._recorded: Timed | None = None
@@ -94,13 +94,22 @@ class Clock:
         if last is not None:
             last.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
 
+    def switch(self, on: bool) -> None:
+        """Time the steps from the next one on, or stop timing."""
+        self._on = on
+
+    def follow_buckets(self, on: bool) -> None:
+        """Also time each bucket of the steps from the next one on, or stop doing so."""
+        self.follows_buckets = on
+        self._on |= on
+
     def begin(self, step: int) -> None:
         """A step begins, and the one before it ends."""
-        if self._now is None and not self.on:
+        if self._now is None and not self._on:
             return
         now = self._stamp()
         self._close(now)
-        if self.on:
+        if self._on:
             self._now = Timed(step, [("other", now)])
 
     def enter(self, phase: str) -> None:
@@ -129,9 +138,16 @@ class Clock:
             self._now.ready = recorded.ready
             self.enter("other")
 
-    def average(self, bucket: Any, averaging: Callable[[], torch.futures.Future[Tensor]]) -> torch.futures.Future[Tensor]:
-        """DDP has a bucket ready: stamp that, and begin to average it. Returns what DDP waits for."""
+    def average(
+        self, bucket: Any, averaging: Callable[[], torch.futures.Future[Tensor]], compared: bool = False
+    ) -> torch.futures.Future[Tensor]:
+        """DDP has a bucket ready: stamp that, and start averaging it. Returns what DDP waits for.
+
+        `compared`: this worker has just read the gradients for the noise scale, so they count as ready only now.
+        """
         timed = self._now
+        if compared and timed is not None and timed.ready is not None:
+            timed.ready = self._stamp()
         if timed is None:
             return averaging()
         row = {"bytes": bucket.buffer().nbytes, "parameters": bucket.parameters(), "ready": self._stamp()}
@@ -144,11 +160,6 @@ class Clock:
             return done.value()
 
         return averaging().then(averaged)
-
-    def looked(self) -> None:
-        """This worker has just looked at a bucket's gradients, for the noise scale: they are ready now, and not before."""
-        if self._now is not None and self._now.ready is not None:
-            self._now.ready = self._stamp()
 
     def apart(self) -> None:
         """This step's backward passes averaged nothing: what was ready in them is no moment that others wait for."""

@@ -1,7 +1,7 @@
-"""How a run fares while it trains: images/s, where the step goes, whom the others wait for, memory.
+"""The health of a run while it trains: images/s, where a step's time goes, which worker the others wait for, memory.
 
-After each epoch, and within long ones every few seconds at a step where workers compare their weights anyway, they put the
-times of the last steps together: two small collectives. On a CPU every step is timed, on a GPU the one before a look.
+Workers combine the times of their last steps after each epoch, and in long epochs every few seconds, at a step where they
+compare weights anyway: two small collectives. On a CPU every step is timed; on a GPU only the step before a look.
 """
 
 import math
@@ -10,46 +10,44 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.training.build import Run
-from paceline.training.timing.clock import Timed, fill_up, split_steps
+from paceline.training.timing.clock import Clock, Timed, fill_up, split_steps
 
 LOOK_S = 5.0
-"""Seconds between two looks, about."""
+"""About this many seconds pass between two looks."""
 
 INPUT_BOUND, LAGS, COMMUNICATES = 0.2, 0.2, 0.3
-"""Shares of a step from which on the run is said to be input-bound, held up by one worker, or by communication."""
+"""From these shares of a step on, a run counts as input-bound, held up by one worker, or bound by communication."""
 
 
 class Health:
-    """Looks at a run's steps, now and then."""
+    """Looks at a run's steps at intervals."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._clock = run, run.step.clock
+    def __init__(self, run: Run, clock: Clock) -> None:
+        self._run, self._clock = run, clock
         self._gpu = run.world.device.type == "cuda"
-        trained = [parameter for parameter in run.step.model.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
         self._gradient_bytes = sum(parameter.nbytes for parameter in trained)
-        self._step_s = math.inf  # of the last look's steps, the same on all workers: so all agree on when the next is due
+        self._step_s = math.inf  # mean at the last look, the same on all workers: so all agree on when the next look is due
         self.start(0)
 
     def start(self, samples: int) -> None:
-        """From here on, and so many samples into the epoch."""
+        """Start a new interval, `samples` samples into the epoch."""
         self._since, self._samples, self._steps = time.perf_counter(), samples, 0
 
     def before(self, step: int) -> None:
-        """A step is about to begin. On a GPU it is timed if a look follows it, or if it is an epoch's last full one."""
+        """A step is about to begin. On a GPU it is timed if a look follows it, or if it is the epoch's last full step."""
         self._steps += 1
         if self._gpu:
             every, sampler = self._run.config.check_every, self._run.sampler
             looks = bool(every) and (step + 1) % every == 0 and self.due()
-            self._clock.on = looks or step % sampler.steps == sampler.full_steps - 1
+            self._clock.switch(looks or step % sampler.steps == sampler.full_steps - 1)
 
     def due(self) -> bool:
-        """Whether it is time to look, at a step where workers meet."""
+        """Whether it is time to look, at a step where workers compare weights."""
         return self._steps * self._step_s >= LOOK_S
 
     def look(self, timed: Sequence[Timed], samples: int) -> dict[str, Any] | None:
-        """What became of the steps since the last look; None where none was timed. Every worker reaches this, with the same
-        steps.
-        """
+        """The steps since the last look as a row; None if none was timed. Collective: call on every rank."""
         if not timed or not self._steps:
             return None
         elapsed_s = time.perf_counter() - self._since
@@ -71,7 +69,7 @@ class Health:
 
 
 def judge(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What holds a run up, if anything does: "input", "straggler RANK", "communication"."""
+    """What holds a run up, if anything: "input", "straggler RANK", "communication"."""
     shares = {name: value / row["step_s"] for name, value in row["components_s"].items()}
     found: tuple[str, ...] = ("input",) if shares["input"] >= INPUT_BOUND else ()
     if row["slowest"] is not None and row["lag_s"] / row["step_s"] >= LAGS:
@@ -80,9 +78,9 @@ def judge(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def describe(row: Mapping[str, Any], unit: str, troubles: Sequence[str] = ()) -> str:
-    """The row as a line for people, with what to do about these troubles."""
-    step_s, parts = row["step_s"], row["components_s"]
-    named = [f"{value / step_s:.0%} {name}" for name, value in sorted(parts.items(), key=lambda part: -part[1])]
+    """The row as one printed line, with what to do about these troubles."""
+    step_s, components = row["step_s"], row["components_s"]
+    named = [f"{value / step_s:.0%} {name}" for name, value in sorted(components.items(), key=lambda item: -item[1])]
     shown = ", ".join(text for text in named if not text.startswith("0%"))
     text = f"{row['samples_per_s']:,.0f} {unit}/s; a step of {1e3 * step_s:.1f} ms is {shown}"
     if "input" in troubles:
@@ -92,4 +90,4 @@ def describe(row: Mapping[str, Any], unit: str, troubles: Sequence[str] = ()) ->
         text += f"; worker {row['slowest']} is slowest, {1e3 * row['lag_s']:.1f} ms behind: {why}"
     if "communication" in troubles:
         text += "; communication-bound: larger parts (--global-batch), or a faster link"
-    return f"{text}; {row['memory_bytes'] / 2**20:,.0f} MiB a worker"
+    return f"{text}; {row['memory_bytes'] / 2**20:,.0f} MiB per worker"

@@ -1,67 +1,66 @@
 """`paceline train --profile`: a timeline of a few steps over all workers, in Chrome's trace format, which Perfetto opens.
 
-One process a worker; in it what the worker computes (input, forward, backward, optimizer) and, on a line each, because they
-overlap, DDP's buckets: from the moment their gradients are ready until they are averaged. What of that lies before the worker's
-last gradient is hidden behind the backward pass; the rest the step waits for: for slower workers until the last of them has its
-gradients, and then for communication. Steps that are replayed from a CUDA graph have no such inside; those of the timeline are
+Each worker is one process in the trace. One line shows what it computes (input, forward, backward, optimizer). DDP's buckets
+overlap, so each has its own line, from the moment its gradients are ready until they are averaged. The time before the worker's
+last gradient is hidden behind the backward pass. The step waits for the rest: first for slower workers, until the last of them
+has its gradients, then for communication. Steps replayed from a CUDA graph cannot be looked into; the steps of the timeline are
 launched one by one.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.training.step import Step
-from paceline.training.timing.clock import PHASES, Timed
+from paceline.training.build import Run
+from paceline.training.timing.clock import PHASES, Clock, Timed
 
 WARM_UP, STEPS = 10, 5
-"""Steps before the timeline begins, and in it: DDP lays its buckets out anew after the first step."""
+"""Steps before the timeline begins, and in it: DDP changes its buckets after the first step."""
 
 _MOST_NAMES = 1000
 
 
 class Profile:
-    """The steps of a run that are followed."""
+    """Follows a few steps of a run."""
 
-    def __init__(self, step: Step, first: int) -> None:
-        """Of a run that goes on at step `first`."""
-        last = step.schedule.total_steps
+    def __init__(self, run: Run, clock: Clock, first: int, replayed: bool) -> None:
+        """The run starts at step `first`; `replayed`: its other steps are replayed from a CUDA graph."""
+        last = run.update.schedule.total_steps
         begin = min(first + WARM_UP, max(first, last - STEPS))
         self.steps = range(begin, min(begin + STEPS, last))
-        self._step, self._clock, self._world = step, step.clock, step.world
-        self._names = {parameter: name for name, parameter in step.model.named_parameters()}
+        self._clock, self._world = clock, run.world
+        self._how = {"backend": run.world.backend, "reduce": run.config.reduce, "replayed": replayed}
+        self._names = {parameter: name for name, parameter in run.model.named_parameters()}
         self._taken: list[Timed] = []
 
     def before(self, step: int) -> None:
         """A step is about to begin."""
-        self._clock.follows_buckets = step in self.steps
-        self._clock.on |= self._clock.follows_buckets
+        self._clock.follow_buckets(step in self.steps)
 
     def after(self, step: int, timed: Sequence[Timed]) -> dict[str, Any] | None:
-        """So many steps are done, and these were timed since the last look; the timeline, on rank 0, once it is complete.
-        Every worker reaches this.
+        """`step` steps are done, and these were timed since the last look. Returns the timeline on rank 0, once it is complete.
+
+        Collective: call on every rank.
         """
         self._taken += [each for each in timed if each.step in self.steps]
         if not self._taken or step < self.steps.stop:
             return None
-        self._clock.follows_buckets = False
+        self._clock.follow_buckets(False)
         workers = self._world.gather([_plain(each, self._names) for each in self._taken])
         self._taken = []
-        if not self._world.speaks:
-            return None
-        how = {"backend": self._world.backend, "reduce": self._step.config.reduce}
-        return make_timeline(workers, {**how, "replayed": self._step.captured is not None})
+        return make_timeline(workers, self._how) if self._world.speaks else None
 
 
 def make_timeline(workers: Sequence[Sequence[Mapping[str, Any]]], how: Mapping[str, Any]) -> dict[str, Any]:
-    """The trace of every worker's steps, and what became of each bucket. `how`: the backend, the way gradients are reduced, and
-    whether other steps are replayed from a CUDA graph.
+    """The trace of every worker's steps, and the times of each bucket.
+
+    `how`: the backend, how gradients are reduced, and whether other steps are replayed from a CUDA graph.
     """
     origin = min(step["spans"][0][1] for steps in workers for step in steps)
     events: list[dict[str, Any]] = []
     for rank, steps in enumerate(workers):
         buckets = max(len(step["buckets"]) for step in steps)
         lines = ["computes", *(f"bucket {number}" for number in range(buckets))]
-        ids = [line * len(workers) + rank for line in range(len(lines))]  # Perfetto makes one line of two with one id
+        ids = [line * len(workers) + rank for line in range(len(lines))]  # Perfetto merges lines with the same id
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": ids[0], "args": {"name": f"worker {rank}"}})
         for line, name in zip(ids, lines, strict=True):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": line, "args": {"name": name}})
@@ -87,17 +86,17 @@ def make_timeline(workers: Sequence[Sequence[Mapping[str, Any]]], how: Mapping[s
 
 
 def describe_timeline(about: Mapping[str, Any]) -> list[str]:
-    """A line a bucket, in the order in which they are averaged, and what else should be known."""
+    """One line per bucket, in the order in which they are averaged, and what else to know."""
     lines = ["these steps were launched one by one; the others are replayed from a CUDA graph"] if about["replayed"] else []
     if about["reduce"] == "exact" and about["workers"] > 1:
-        lines.append("an exact sum has no buckets: it is taken when the backward pass is over")
+        lines.append("an exact sum has no buckets: it starts when the backward pass is over")
     for bucket in about["buckets"]:
         names, took_s = bucket["parameters"], bucket["took_s"]
         held = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
-        hidden = f", {bucket['hidden_s'] / took_s:.0%} of it behind the backward pass" if took_s else ""
+        hidden = f", {bucket['hidden_s'] / took_s:.0%} of it hidden" if took_s else ""
         lines.append(
             f"bucket {bucket['bucket']}: {bucket['bytes'] / 2**20:.2f} MiB, {len(names)} tensors ({held}), ready"
-            f" {1e3 * bucket['ready_s']:.2f} ms into it, averaged in {1e3 * took_s:.2f} ms{hidden}"
+            f" {1e3 * bucket['ready_s']:.2f} ms into the backward pass, averaged in {1e3 * took_s:.2f} ms{hidden}"
         )
     return lines
 
@@ -105,7 +104,7 @@ def describe_timeline(about: Mapping[str, Any]) -> list[str]:
 def _event(
     name: tuple[str, str], when: tuple[float, float], where: tuple[int, int], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    begin, end = (round(moment * 1e9) for moment in when)  # whole ns: where one ends the next may begin, and no ns earlier
+    begin, end = (round(moment * 1e9) for moment in when)  # whole ns, so that one event never ends after the next begins
     return {
         "ph": "X",
         "name": name[0],
@@ -119,8 +118,8 @@ def _event(
 
 
 def _cut(step: Mapping[str, Any], latest: float) -> list[tuple[str, float, float]]:
-    """The phases as people name them; the backward pass ends with the last gradient. What is left of it is waiting, until the
-    latest worker has its own, and then communication.
+    """The phases under their printed names. The backward pass ends with the last gradient. The rest of it is waiting, until the
+    slowest worker has its gradients, and then communication.
     """
     found, ready = [], step["ready"]
     for phase, begin, end in step["spans"]:
@@ -133,9 +132,9 @@ def _cut(step: Mapping[str, Any], latest: float) -> list[tuple[str, float, float
 
 
 def _describe_buckets(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each bucket: what it holds, how long after the backward pass began it is ready, how long it takes, how much is hidden.
+    """For each bucket: its tensors, when it is ready (from the start of the backward pass), its duration, how much is hidden.
 
-    As DDP has laid them out in the last step; a first step, before it does, is left out.
+    Buckets are those of the last step; steps with other buckets, as the first may have, are left out.
     """
     layout = _layout(steps[-1])
     steps = [step for step in steps if _layout(step) == layout]
@@ -158,7 +157,7 @@ def _layout(step: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _plain(timed: Timed, names: Mapping[Any, str]) -> dict[str, Any]:
-    """A step as JSON can say it, counted from 1 as in the record; what carries metrics is no parameter of the model's."""
+    """A step as JSON values, counted from 1 as in the record. The cargo, which carries the metrics, is named "(metrics)"."""
     buckets = [
         {
             "bytes": bucket["bytes"],

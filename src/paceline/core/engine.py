@@ -1,0 +1,159 @@
+"""The mechanics of a step: passes in, one gradient out. `Parts` is the way to use it.
+
+Weighting: a step of R samples must follow the mean of R sample gradients, however the samples are spread. A pass over n of them
+scales its mean loss by n / R, and the exact reducer adds all passes up. DDP takes the mean over P workers instead, so there the
+factor is n * P / R.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from paceline.core.carrier import REQUESTS, Carrier, Reducer, wrap
+from paceline.core.deal import Pass
+from paceline.core.noise import Noise
+from paceline.core.sampler import Sampler
+from paceline.dist.world import World
+
+Work = Callable[[float], tuple[Tensor, Tensor]]
+"""A pass's share of the step -> its loss and the vector of its metrics, both times the share."""
+BucketHook = Callable[[Any, Callable[[], "torch.futures.Future[Tensor]"]], "torch.futures.Future[Tensor]"]
+"""Called with a DDP bucket and the function that starts averaging it; returns what that function returned."""
+
+
+class Engine:
+    """Runs the passes of a step and reduces their gradients over parts and workers."""
+
+    def __init__(
+        self, model: nn.Module, sampler: Sampler, world: World, *, exact: bool, units: Sequence[int] | None = None
+    ) -> None:
+        """`units`: parts in each pass of all workers, to measure the noise scale from. Collective: call on every rank."""
+        self._world, self._sampler = world, sampler
+        self.carrier = Carrier(model).to(world.device)
+        self.averages = world.size > 1 and not exact
+        """DDP averages the workers' gradients."""
+        if world.size > 1 and exact:  # DDP does the same when it is made
+            for tensor in model.state_dict().values():
+                dist.broadcast(tensor.detach(), 0)
+        self.noise: Noise | None = None
+        if units is not None:
+            part_batch = sampler.global_batch // sampler.parts
+            self.noise = Noise(self.carrier.trained, units, part_batch, sampler.parts, world.device)
+        self._reducer = Reducer(self.carrier, sampler.parts) if exact else None
+        self._wrapped = cast(Any, wrap(self.carrier) if self.averages else self.carrier)
+        self._bucket_hook: BucketHook | None = None
+        self._hooked = False
+        if self.noise is not None:
+            self._register_hook()
+        self.requests = torch.zeros(REQUESTS, device=world.device)
+        """This worker's requests (to save, to stop): 1 for each."""
+        self._requested = (False,) * REQUESTS
+        self._measured: Noise | None = None
+        """The noise scale, if this step's gradients are compared."""
+        self._unit = 0, 0.0
+        """First of the parts that the current pass adds to, and what their loss counts for so far."""
+
+    def hook_buckets(self, hook: BucketHook) -> None:
+        """Call `hook` for every DDP bucket that becomes ready. Once, before the first step."""
+        self._bucket_hook = hook
+        self._register_hook()
+
+    def request(self, requests: tuple[bool, bool]) -> None:
+        """Set this worker's requests. All workers see them in the next reduced step."""
+        if requests != self._requested:
+            self._requested = requests
+            for place, wanted in zip(self.requests, requests, strict=True):
+                place.fill_(float(wanted))
+
+    def begin(self, step_samples: int) -> None:
+        """A step of this many samples, of all workers, begins."""
+        full = step_samples == self._sampler.global_batch  # a smaller step has parts of other sizes
+        self._measured = self.noise if full else None
+        if self._measured is not None:
+            self._measured.start()
+
+    def share(self, item: Pass, step_samples: int) -> float:
+        """What a pass's mean loss counts for in the step."""
+        return len(item.samples) * (self._world.size if self.averages else 1) / step_samples
+
+    def run(self, item: Pass, share: float, final: bool, work: Work) -> None:
+        """Forward and backward of one pass. The final one also starts what other workers wait for."""
+        carrier = self.carrier
+        self._unit = item.parts[0], share + (self._unit[1] if item.micro else 0.0)
+        with nullcontext() if final else self._apart():
+            total, metrics = self._wrapped(partial(work, share))
+            carrier.begin_backward()
+            total.backward()
+            carrier.load(metrics, self.requests if final else None)
+            if final and self.averages:
+                carrier.complete()
+        if self._measured is not None and item.last and not (final and self.averages):
+            self._measured.take(*self._unit, sums=self._reducer is None)
+        if self._reducer is not None and item.last:
+            self._reducer.add()
+
+    def reduce(self) -> Tensor:
+        """Finish the step's gradients. Returns metrics, requests and noise state, still on the device.
+
+        Metrics are means over the samples of all workers. Collective: call on every rank.
+        """
+        if self._reducer is not None:
+            self._reducer.finish()
+        if self._measured is not None:
+            self._measured.finish(self._world)
+        out = self.carrier.unload()
+        return out if self.noise is None else torch.cat((out, self.noise.state.float()))
+
+    def dry_run(self, passes: Sequence[Pass], step_samples: int, work: Callable[[int, float], tuple[Tensor, Tensor]]) -> None:
+        """All forward and backward passes of a step, without other workers: a failure leaves nobody in a collective.
+
+        `work` gets a pass's index and share. Gradients are dropped.
+        """
+        for number, item in enumerate(passes):
+            with self._apart():
+                total, _ = self._wrapped(partial(work, number, self.share(item, step_samples)))
+                total.backward()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop an unfinished step."""
+        self.carrier.forget()
+        if self._reducer is not None:
+            self._reducer.forget()
+
+    @property
+    def compares(self) -> bool:
+        """This step's gradients are compared for the noise scale."""
+        return self._measured is not None
+
+    @property
+    def reduces_apart(self) -> bool:
+        """`reduce` talks to other workers, beyond what DDP did within the backward pass."""
+        return self._world.size > 1 and (self._reducer is not None or self._measured is not None)
+
+    def _apart(self) -> AbstractContextManager[Any]:
+        """Gradients stay on this worker."""
+        return cast(AbstractContextManager[Any], self._wrapped.no_sync()) if self.averages else nullcontext()
+
+    def _register_hook(self) -> None:
+        if self.averages and not self._hooked:
+            self._hooked = True
+            self._wrapped.register_comm_hook(dist.group.WORLD, self._average_bucket)
+
+    def _average_bucket(
+        self,
+        group: dist.ProcessGroup,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[Tensor]:
+        """DDP's own averaging, after the noise scale has seen this worker's gradients."""
+        if self._measured is not None:
+            pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+            self._measured.add(*self._unit, {p: grad for p, grad in pairs if p is not self.carrier.cargo})
+        average = partial(allreduce_hook, group, bucket)
+        return average() if self._bucket_hook is None else self._bucket_hook(bucket, average)

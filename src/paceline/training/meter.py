@@ -1,0 +1,43 @@
+"""Read each step's metrics without waiting for the GPU."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.dist.world import World
+
+
+class Meter:
+    """The metrics of each step, read a few steps late on a GPU, so that the host does not wait for them.
+
+    Every worker reads the same numbers at the same step, so decisions made from them need no further agreement.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._lag = 4 if world.device.type == "cuda" else 0
+        self._waiting: deque[tuple[int, Tensor, Any]] = deque()
+
+    def push(self, step: int, means: Tensor) -> Iterator[tuple[int, list[float]]]:
+        """Take a step's metrics; yields (step, metrics) of the steps whose numbers have arrived."""
+        arrived = None
+        if means.device.type == "cuda":
+            means = means.to("cpu", non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        self._waiting.append((step, means, arrived))
+        while len(self._waiting) > self._lag:
+            yield self._read()
+
+    def flush(self) -> Iterator[tuple[int, list[float]]]:
+        """Read the rest."""
+        while self._waiting:
+            yield self._read()
+
+    def _read(self) -> tuple[int, list[float]]:
+        step, means, arrived = self._waiting.popleft()
+        if arrived is not None:
+            arrived.synchronize()
+        return step, means.tolist()
