@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 
 from measurement import run_workers, spread, write
+from paceline.core.deal import cut_epoch, deal_parts
 from paceline.core.exact_sum import ExactReducer
-from paceline.core.parts import deal_parts, plan_epoch
 from paceline.core.sampler import Sampler
 from paceline.data.loaders import Arrays
 from paceline.dist.agree import check_agreement
@@ -203,11 +203,11 @@ def _worker_costs(world: World, repeats: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for _ in range(repeats):
         run = _build(world, {"model": "mlp", "epochs": 50, "max_steps": WARM_UP + STEPS})
-        clock = _Clock(run)
-        fit(run, ())
+        clock = _Clock()
+        fit(run, (), watch=clock)  # type: ignore[arg-type]
         step = statistics.median(np.diff(clock.seconds[WARM_UP:]))
         own = _own_compute(run)
-        flat = torch.zeros(sum(parameter.numel() for parameter in run.step.model.parameters()))
+        flat = torch.zeros(sum(parameter.numel() for parameter in run.model.parameters()))
         row = {
             "a step": step,
             "the model's own compute": own,
@@ -223,13 +223,14 @@ def _worker_costs(world: World, repeats: int) -> dict[str, list[float]]:
 class _Clock:
     """CPU time at the start of every step, and bytes sent when warm and at the last."""
 
-    def __init__(self, run: Run) -> None:
+    stop = ""
+
+    def __init__(self) -> None:
         self.seconds: list[float] = []
         self.sent: list[int] = []
-        run.step.mark = self.mark
 
     def mark(self, step: int, phase: str) -> None:
-        if step == len(self.seconds):
+        if step == len(self.seconds) and phase != "loading":
             if step in (WARM_UP - 1, WARM_UP + STEPS - 1):
                 self.sent.append(_bytes_sent())
             self.seconds.append(time.process_time())
@@ -247,13 +248,13 @@ def _bytes_sent() -> int:
 
 def _own_compute(run: Run) -> float:
     """CPU time of the same model's forward and backward pass and optimizer, with nobody to talk to."""
-    model = run.step.model
+    model = run.model
     images, labels = torch.randn(PART_BATCH, 1, 28, 28), torch.randint(0, 10, (PART_BATCH,))
 
     def step() -> None:
         torch.nn.functional.cross_entropy(model(images), labels).backward()
-        run.step.optimizer.step()
-        run.step.optimizer.zero_grad(set_to_none=True)
+        run.update.optimizer.step()
+        run.update.optimizer.zero_grad(set_to_none=True)
 
     return _cpu_s(step, STEPS)
 
@@ -283,7 +284,7 @@ def _parameter_costs(world: World, repeats: int, folder: Path) -> Found:
     found: Found = {}
     for width in WIDTHS:
         run = _build(world, {"model": f"mlp:width={width}"})
-        parameters = list(run.step.model.parameters())
+        parameters = list(run.model.parameters())
         grads = [torch.randn_like(parameter) for parameter in parameters]
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad * 1e-3
@@ -301,10 +302,10 @@ def _parameter_costs(world: World, repeats: int, folder: Path) -> Found:
             reducer.finish()
 
         work: dict[str, Callable[[], Any]] = {
-            "optimizer": run.step.optimizer.step,
+            "optimizer": run.update.optimizer.step,
             "all-reduce of gradients": lambda flat=flat: dist.all_reduce(flat, dist.ReduceOp.MAX),
             "exact sum": exact,
-            "check_agreement": lambda run=run: check_agreement(dict(run.step.model.named_parameters()), world, "in the bench"),
+            "check_agreement": lambda run=run: check_agreement(dict(run.model.named_parameters()), world, "in the bench"),
             "checkpoint": checkpoint,
         }
         for what, call in work.items():
@@ -335,7 +336,7 @@ def _sample_costs(world: World, repeats: int) -> Found:
         order = sampler.order(0)
 
         def plan(sampler: Sampler = sampler, order: np.ndarray = order) -> list[Any]:
-            return plan_epoch(sampler, order, range(sampler.steps), [range(1)], 1)
+            return cut_epoch(sampler, order, range(sampler.steps), [range(1)], 1)
 
         def bytes_held(sampler: Sampler = sampler, plan: Callable[..., Any] = plan) -> float:
             tracemalloc.start()
@@ -365,7 +366,7 @@ def by_parts(repeats: int) -> Found:
             order, groups = sampler.order(0), deal_parts(parts, workers, 0, parts, whole_groups=False)
 
             def plan(sampler: Sampler = sampler, order: np.ndarray = order, groups: list[range] = groups) -> list[Any]:
-                return plan_epoch(sampler, order, range(sampler.steps), groups, 1)
+                return cut_epoch(sampler, order, range(sampler.steps), groups, 1)
 
             found.setdefault(what, {})[parts] = [_cpu_s(plan, 200) for _ in range(repeats)]
     return found

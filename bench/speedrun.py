@@ -74,22 +74,23 @@ def from_first_step(here: World, args: argparse.Namespace, seed: int) -> dict[st
     begun: list[float] = []
     ended: list[float] = []
 
-    def mark(step: int, phase: str) -> None:
-        if not begun:
-            begun.append(time.perf_counter())
-
-    run.step.mark = mark
-
     class Notes:
         """An observer that looks at the clock when an epoch has been validated."""
 
         def __getattr__(self, name: str) -> Any:
             return lambda *_: None
 
+        stop = ""
+
+        def mark(self, step: int, phase: str) -> None:
+            if not begun and phase != "loading":
+                begun.append(time.perf_counter())
+
         def epoch(self, row: Any) -> None:
             ended.append(time.perf_counter())
 
-    result = fit(run, [Notes()])  # type: ignore[list-item]
+    notes: Any = Notes()
+    result = fit(run, [notes], watch=notes)
     found = {
         "seed": seed,
         "accuracy": result.metrics["accuracy"],

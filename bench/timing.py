@@ -19,8 +19,7 @@ import torch
 
 from measurement import run_workers, spread, write
 from paceline.dist.world import World, world
-from paceline.training import step as step_module
-from paceline.training import tasks
+from paceline.training import loop, tasks
 from paceline.training.build import build
 from paceline.training.loop import fit
 from paceline.training.timing.clock import Clock
@@ -76,7 +75,7 @@ def seeing() -> Iterator[None]:
 @contextmanager
 def blind() -> Iterator[None]:
     """Nobody looks at the clock."""
-    with mock.patch.object(step_module, "Clock", NoClock), mock.patch.object(Health, "look", return_value=None):
+    with mock.patch.object(loop, "Clock", NoClock), mock.patch.object(Health, "look", return_value=None):
         yield
 
 
@@ -85,7 +84,7 @@ class NoClock(Clock):
 
     def __init__(self, here: World, *_: Any) -> None:
         super().__init__(here)
-        self.on = False
+        self.switch(False)
 
     def begin(self, step: int) -> None: ...
 

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from measurement import run_workers, spread, write
+from paceline.core import engine
 from paceline.dist.world import World
-from paceline.training import build, loop, step, tasks
+from paceline.training import build, loop, tasks
 
 
 def main() -> None:
@@ -82,11 +83,11 @@ RATIOS = ("ratio", "ratio_in_step", "ratio_apart")
 def in_step(here: World, part_batch: int, model: str, epochs: int) -> float:
     """As one of two workers that train apart but wait for each other after every step; the images/s of both."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[here.rank :: here.size])  # as Paceline's own workers are
-    step._alone = lambda world: True  # no DDP
+    engine.averages = lambda world, exact: False  # no DDP
     loop.check_agreement = lambda *_: None  # they do not agree
     options = {"model": model, "epochs": epochs, "reference_batch": part_batch, "log_every": 1_000_000}
     run = build.build(*tasks.resolve("fashion-mnist-mini", options), here)
-    run.step.optimizer.register_step_post_hook(lambda *_: dist.all_reduce(torch.zeros(1)))
+    run.update.optimizer.register_step_post_hook(lambda *_: dist.all_reduce(torch.zeros(1)))
     speeds: list[float] = []
 
     class Watcher:

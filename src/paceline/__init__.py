@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.config import Config as Config
     from paceline.core.exact_sum import ExactReducer as ExactReducer
+    from paceline.core.parts import Parts as Parts
     from paceline.core.sampler import Sampler as Sampler
     from paceline.core.schedules import Schedule as Schedule
     from paceline.data.augment import Images as Images
@@ -29,6 +30,7 @@ _WHERE = {
     "ExactReducer": "paceline.core.exact_sum",
     "Images": "paceline.data.augment",
     "PacelineError": "paceline.errors",
+    "Parts": "paceline.core.parts",
     "Result": "paceline.training.observers",
     "Sampler": "paceline.core.sampler",
     "Schedule": "paceline.core.schedules",

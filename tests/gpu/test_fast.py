@@ -13,12 +13,13 @@ from torch.utils.data import Dataset
 
 from harness.training import Trained, blobs, train_in
 from paceline.config import make_config
+from paceline.core import engine as engine_module
 from paceline.dist.world import World, world
-from paceline.training import step as step_module
 from paceline.training import tasks
 from paceline.training.build import build
 from paceline.training.capture import prepare as fast
 from paceline.training.evaluate import Validation
+from paceline.training.loop import make_clock, make_step
 from paceline.training.task import Task, classify
 
 pytestmark = [
@@ -96,7 +97,7 @@ def test_dropout_draws_what_the_plain_step_draws(here: World, mode: str) -> None
 def test_ddp_over_nccl_is_part_of_the_graph(here: World, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One NCCL worker that averages with nobody: the hooks, buckets and collectives are those of many."""
     slow = images(here, {"fast": "off"})
-    monkeypatch.setattr(step_module, "averages", lambda world, config: True)
+    monkeypatch.setattr(engine_module, "averages", lambda world, exact: True)
     monkeypatch.setattr(fast, "_warm_ups", lambda run: 11)
     quick = images(here, {"fast": mode})
     assert note(quick).startswith("the step is captured"), note(quick)
@@ -106,13 +107,11 @@ def test_ddp_over_nccl_is_part_of_the_graph(here: World, mode: str, monkeypatch:
 def test_validation_is_the_same_replayed(here: World) -> None:
     task, config = tasks.resolve("fashion-mnist-mini", IMAGES)
     run = build(task, config, here)
-    fast.prepare(run, 0)
-    replayed = Validation(run.step, run.validation, run.validation_samples)
+    step = make_step(run, make_clock(run))
+    replayed = Validation(run, step, fast.capture(run, step, 0, print))
     first, second = replayed(0), replayed(0)
     assert replayed._graph is not None
-    run.step.captured = None
-    plain = Validation(run.step, run.validation, run.validation_samples)(0)
-    assert first == second == plain
+    assert first == second == Validation(run, step, step)(0)
 
 
 class Tuned(nn.Module):
@@ -140,12 +139,12 @@ def test_frozen_and_unused_parameters(here: World, options: dict[str, Any], ddp:
     common = {"epochs": 2, "reference_batch": 20, "global_batch": 20, "precision": "fp32", "weight_decay": 0.1, **options}
     slow = train_in(here, replace(blobs(200), model=Tuned), {**common, "fast": "off"})
     if ddp:
-        monkeypatch.setattr(step_module, "averages", lambda world, config: config.reduce == "fast")
+        monkeypatch.setattr(engine_module, "averages", lambda world, exact: not exact)
     quick = train_in(here, replace(blobs(200), model=Tuned), common)
     captured = not ddp or "reduce" in options
     assert note(quick).startswith("the step is captured" if captured else "the step is not captured"), quick.watcher.notes
     np.testing.assert_allclose(losses(slow), losses(quick), rtol=1e-3)
-    untrained = build(replace(blobs(200), model=Tuned), make_config(blobs().defaults), here).step.model
+    untrained = build(replace(blobs(200), model=Tuned), make_config(blobs().defaults), here).model
     np.testing.assert_array_equal(quick.weights["never.weight"], untrained.never.weight.detach().cpu().numpy())
 
 
@@ -207,7 +206,7 @@ def test_dropout_in_several_passes_is_said(here: World) -> None:
 
 
 def test_a_failed_capture_leaves_the_gpu_usable(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "watch", lambda body, inputs, model, objective: (body(inputs), ""))  # as if nothing had been seen
+    monkeypatch.setattr(fast, "find_obstacle", lambda body, inputs, model, objective: (body(inputs), ""))
     trained = train_in(here, blobs(200, objective=waits, dropout=0.5), {"epochs": 2, "reference_batch": 20})
     assert note(trained).startswith("the step is not captured")
     assert trained.result.status == "done"
@@ -227,13 +226,12 @@ def test_a_run_is_left_as_it_was(here: World) -> None:
     options = {**IMAGES, "virtual_workers": 2, "optimizer": "adamw"}
     task, config = tasks.resolve("fashion-mnist-mini", options)
     run = build(task, config, here)
-    before = {name: tensor.clone() for name, tensor in run.step.model.state_dict().items()}
-    rows = [tensor.clone() for tensor in run.step.statistics.tensors()]
-    fast.prepare(run, 0)
-    assert run.step.captured is not None
-    assert all(tensor.equal(before[name]) for name, tensor in run.step.model.state_dict().items())
-    assert all(a.equal(b) for a, b in zip(rows, run.step.statistics.tensors(), strict=True))
-    assert all(not value.any() for state in run.step.optimizer.state.values() for value in state.values())
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    rows = [tensor.clone() for tensor in run.parts.statistics.tensors()]
+    assert isinstance(fast.capture(run, make_step(run, make_clock(run)), 0, print), fast.CapturedStep)
+    assert all(tensor.equal(before[name]) for name, tensor in run.model.state_dict().items())
+    assert all(a.equal(b) for a, b in zip(rows, run.parts.statistics.tensors(), strict=True))
+    assert all(not value.any() for state in run.update.optimizer.state.values() for value in state.values())
 
 
 def test_batches_of_another_shape_run_as_they_are(here: World) -> None:

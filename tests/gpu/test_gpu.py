@@ -13,16 +13,17 @@ import torch
 
 from harness.processes import paceline, run
 from harness.training import blobs, train_in
-from paceline.core.carrier import Meter
-from paceline.core.determinism import same_bits
-from paceline.core.parts import plan_step
+from paceline.core.carrier import MOST_METRICS, PAYLOAD
+from paceline.core.determinism import deterministic
 from paceline.data.augment import Images
 from paceline.data.loaders import Arrays, Resident, Streaming
 from paceline.dist.agree import fingerprints
 from paceline.dist.world import world
 from paceline.training import tasks
 from paceline.training.build import build
-from paceline.training.capture.prepare import prepare
+from paceline.training.capture.prepare import capture
+from paceline.training.loop import make_clock, make_step
+from paceline.training.meter import Meter
 
 pytestmark = [
     pytest.mark.gpu,
@@ -111,21 +112,22 @@ def test_a_step_never_waits_for_the_gpu(parts: dict[str, Any], fast: str) -> Non
     with world() as here:
         task, config = tasks.resolve("fashion-mnist-mini", options)
         ready = build(task, config, here)
-        with same_bits(config):
-            plan = [plan_step(ready.sampler, ready.sampler.order(0), i, ready.step.groups, 1) for i in range(8)]
-            inputs, meter = ready.train.inputs([item.samples for passes in plan for item in passes], 0), Meter(here)
-            reads: list[Any] = []
-            prepare(ready, 0)
-            assert (ready.step.captured is None) == (fast == "off")
-            ready.step(0, inputs, plan[0], 128)  # the first step allocates, and looks at the metrics' names
+        with deterministic(config.reduce == "exact"):
+            steps = ready.steps(0, range(8))
+            inputs = ready.train.inputs([item.samples for step in steps for item in step.passes], 0)
+            plain, meter, reads = make_step(ready, make_clock(ready)), Meter(here), []
+            executor = capture(ready, plain, 0, print)
+            assert (executor is plain) == (fast == "off")
+            executor(steps[0], inputs)  # the first step allocates, and looks at the metrics' names
             torch.cuda.set_sync_debug_mode("error")
             try:
-                for step in range(1, 5):
-                    reads += meter.push(step, ready.step(step, inputs, plan[step], 128, (step == 2, step == 3)))
+                for step in steps[1:5]:
+                    reads += meter.push(step.number, executor(step, inputs, (step.number == 2, step.number == 3)))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             reads += meter.flush()
-    assert [ready.step.read(values)[1] for _, values in reads] == [(False, False), (True, False), (False, True), (False, False)]
+    requests = [tuple(value > 0 for value in values[MOST_METRICS:PAYLOAD]) for _, values in reads]
+    assert requests == [(False, False), (True, False), (False, True), (False, False)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from harness.processes import paceline
 from paceline import Arrays, Task, classify, models
 from paceline.data.augment import Images
-from paceline.training.step import Step
+from paceline.training.step import TrainStep
 
 TASK = "harness.faults:task"
 SAMPLES, PARTS, EPOCHS, GLOBAL_BATCH = 97, 4, 3, 16
 FLAGS = ("--virtual-workers", str(PARTS), "--global-batch", str(GLOBAL_BATCH), "--reduce", "exact", "--epochs", str(EPOCHS))
-_steps: list[Step] = []  # the one of this worker, once it trains
+_steps: list[TrainStep] = []  # the one of this worker, once it trains
 _FAULTS, _SEEN, _SLOW = "TEST_FAULTS", "TEST_SEEN", "TEST_SLOW_S"
 
 
@@ -226,13 +226,13 @@ def task() -> Task:
 
 def _watch(objective: Any) -> Any:
     """Write down who is seen, and fail where it is time."""
-    call = Step.__call__
+    begin = TrainStep.begin
 
-    def watched_call(self: Step, step: int, *args: Any) -> Tensor:
+    def watched_begin(self: TrainStep, number: int, *args: Any) -> None:
         _steps[:] = [self]
-        return call(self, step, *args)
+        begin(self, number, *args)
 
-    Step.__call__ = watched_call  # type: ignore[method-assign]
+    TrainStep.begin = watched_begin  # type: ignore[method-assign]
     faults = [Fault(**fault) for fault in json.loads(os.environ[_FAULTS])]
     seen = os.open(Path(os.environ[_SEEN]) / f"{time.time_ns()}-{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     attempt = os.environ.get("PACELINE_REPORTS", str(os.getpid()))
@@ -240,11 +240,11 @@ def _watch(objective: Any) -> Any:
 
     def watched(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
         if model.training:
-            row = {"attempt": attempt, "when": time.time(), "step": _steps[0].now, "samples": batch[2].tolist()}
+            row = {"attempt": attempt, "when": time.time(), "step": _steps[0].number, "samples": batch[2].tolist()}
             os.write(seen, (json.dumps(row) + "\n").encode())
             time.sleep(slow_s)
             for number, fault in enumerate(faults):
-                if (fault.rank, fault.step) == (_steps[0].world.rank, _steps[0].now) and _strikes(number, fault):
+                if (fault.rank, fault.step) == (_steps[0].parts.world.rank, _steps[0].number) and _strikes(number, fault):
                     KINDS[fault.kind]()
         values: dict[str, Tensor] = objective(model, batch[:2])
         return values

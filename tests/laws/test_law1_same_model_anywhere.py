@@ -256,7 +256,7 @@ def test_a_parameter_that_no_part_used_is_left_alone_in_both_modes() -> None:
 def untrained() -> dict[str, np.ndarray]:
     """The weights that `tuned` starts from."""
     run = build(tuned(sometimes=True), make_config(tuned(sometimes=True).defaults), ALONE)
-    return {name: tensor.numpy().copy() for name, tensor in run.step.model.state_dict().items()}
+    return {name: tensor.numpy().copy() for name, tensor in run.model.state_dict().items()}
 
 
 def assert_close(one: Trained, other: Trained, case: str) -> None:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from harness.processes import run_workers
 from harness.training import blobs, first_two, train_in
 from paceline.config import make_config
+from paceline.core import engine as engine_module
 from paceline.data.loaders import Arrays
 from paceline.dist.world import World
+from paceline.records import COMPONENTS
 from paceline.scale import windows
-from paceline.training import step as step_module
 from paceline.training.build import Run, build
 from paceline.training.task import Task, classify
-from paceline.training.timing.clock import PARTS
 
 _DELAY_S = 0.03
 _HOW = {"windows": 3, "window_s": 0.05}
@@ -58,8 +58,8 @@ def _measure(world: World, fault: str) -> dict[str, Any]:
     def make(profile: bool) -> Run:
         run = build(task, make_config(task.defaults, {**options, "profile": profile}), world)
         if fault == "slow optimizer":
-            inner = run.step.optimizer.step
-            run.step.optimizer.step = lambda: (time.sleep(_DELAY_S), inner())  # type: ignore[method-assign]
+            inner = run.update.optimizer.step
+            run.update.optimizer.step = lambda: (time.sleep(_DELAY_S), inner())  # type: ignore[method-assign]
         return run
 
     with _slow_link() if fault == "slow link" else _nothing():
@@ -74,7 +74,7 @@ def _nothing() -> Iterator[None]:
 @contextmanager
 def _slow_link() -> Iterator[None]:
     """Every bucket's average arrives late, on both workers alike."""
-    average = step_module.allreduce_hook
+    average = engine_module.allreduce_hook
 
     def late(group: Any, bucket: Any) -> Any:
         def wait(done: Any) -> Tensor:
@@ -83,11 +83,11 @@ def _slow_link() -> Iterator[None]:
 
         return average(group, bucket).then(wait)
 
-    step_module.allreduce_hook = late
+    engine_module.allreduce_hook = late
     try:
         yield
     finally:
-        step_module.allreduce_hook = average
+        engine_module.allreduce_hook = average
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def counts() -> dict[str, Any]:
 )
 def test_a_fault_shows_in_its_own_part(counts: dict[str, Any], fault: str, part: str) -> None:
     found, before = counts[fault]["components_s"], counts["none"]["components_s"]
-    grown = {name: found[name] - before[name] for name in PARTS}
+    grown = {name: found[name] - before[name] for name in COMPONENTS}
     assert max(grown, key=lambda name: grown[name]) == part
     assert grown[part] > 0.8 * _DELAY_S
     assert found[part] > 0.5 * counts[fault]["step_s"]

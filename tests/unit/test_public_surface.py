@@ -13,6 +13,7 @@ PUBLIC = [
     "ExactReducer",
     "Images",
     "PacelineError",
+    "Parts",
     "Result",
     "Sampler",
     "Schedule",

@@ -27,6 +27,11 @@ BucketHook = Callable[[Any, Callable[[], "torch.futures.Future[Tensor]"]], "torc
 """Called with a DDP bucket and the function that starts averaging it; returns what that function returned."""
 
 
+def averages(world: World, exact: bool) -> bool:
+    """Whether DDP averages the workers' gradients."""
+    return world.size > 1 and not exact
+
+
 class Engine:
     """Runs the passes of a step and reduces their gradients over parts and workers."""
 
@@ -36,9 +41,9 @@ class Engine:
         """`units`: parts in each pass of all workers, to measure the noise scale from. Collective: call on every rank."""
         self._world, self._sampler = world, sampler
         self.carrier = Carrier(model).to(world.device)
-        self.averages = world.size > 1 and not exact
+        self.averages = averages(world, exact)
         """DDP averages the workers' gradients."""
-        if world.size > 1 and exact:  # DDP does the same when it is made
+        if world.size > 1 and exact:  # DDP does the same in its constructor
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor.detach(), 0)
         self.noise: Noise | None = None

@@ -4,13 +4,15 @@ by themselves. Every worker does the same."""
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from paceline.core.deal import Pass
 from paceline.core.determinism import deterministic
 from paceline.dist.world import World, world
 from paceline.errors import UsageError
@@ -20,6 +22,7 @@ from paceline.scale.scale import summarise
 from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.capture.prepare import capture
+from paceline.training.local import with_local_steps
 from paceline.training.loop import make_clock, make_step
 from paceline.training.meter import Meter
 from paceline.training.timing.clock import Split, Timed, split_steps
@@ -54,13 +57,14 @@ def measure(make: Callable[[bool], Run], how: Mapping[str, Any]) -> dict[str, An
         here, batch = run.world, run.sampler.global_batch
         work, steps = _begin(run, how)
         speeds = [steps * batch / work.window(steps) for _ in range(how["windows"])]
-    del run, work  # NCCL does not end while a graph lives that holds some of its work
+        work.close()
+    del run, work
     with make(True) as run:
         work, steps = _begin(run, how)
         timed = [step for _ in range(how["windows"]) for step in work.timed(max(5, steps // 2))]
         split, buckets = split_steps(timed, here), _describe_buckets(timed)
         links = _measure_links(here, _gradient_bytes(run)) if here.size > 1 else []
-    del work
+        work.close()
     return {"count": _describe(run, split, {**summarise(speeds), "buckets": buckets}, links), "links": links}
 
 
@@ -72,13 +76,19 @@ def _begin(run: Run, how: Mapping[str, Any]) -> tuple["_Work", int]:
     return work, int(run.world.share(max(5, round(how["window_s"] / step_s))))
 
 
+def _ignore(text: str) -> None:
+    """What a training run would print."""
+
+
 class _Work:
     """Steps to train, one after the other, full ones alone: those of one size."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._meter, self._steps = run, Meter(run.world), self._endless()
         self._clock = make_clock(run)
-        self._executor = capture(run, make_step(run, self._clock), 0, lambda text: None)
+        step = make_step(run, self._clock)
+        captured = capture(run, step, 0, _ignore)
+        self._executor = with_local_steps(step, captured, run.local_from, run.config.local_steps, _ignore)
         self._clock.switch(False)
         run.model.train()
 
@@ -106,18 +116,23 @@ class _Work:
         clock.switch(False)
         return found + clock.take()
 
+    def close(self) -> None:
+        """Release the graphs: NCCL does not end while a graph lives that holds some of its work."""
+        self._steps.close()
+        del self._executor
+
     def _wait(self) -> None:
         for _ in self._meter.flush():
             pass
         if self._run.world.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _endless(self) -> Iterator[None]:
+    def _endless(self) -> Generator[None]:
         run, number = self._run, 0
         for epoch in itertools.count():
-            steps = run.parts.steps(epoch, range(run.sampler.full_steps))
+            steps = run.steps(epoch, range(run.sampler.full_steps))
             passes = [(step.number, item) for step in steps for item in step.passes]
-            inputs = run.train.inputs([item.samples for _, item in passes], epoch, lambda i: run.parts.seed(*passes[i]))
+            inputs = run.train.inputs([item.samples for _, item in passes], epoch, partial(self._seed, passes))
             for step in steps:
                 # After the schedule's end it starts over: what is measured is speed.
                 step = replace(step, number=number % run.update.schedule.total_steps)
@@ -125,6 +140,9 @@ class _Work:
                     pass
                 number += 1
                 yield
+
+    def _seed(self, passes: Sequence[tuple[int, Pass]], i: int) -> None:
+        self._run.parts.seed(*passes[i])
 
 
 def _describe(run: Run, split: Split, about: Mapping[str, Any], links: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

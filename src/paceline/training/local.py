@@ -33,6 +33,13 @@ def first_local_step(local_steps: int, local_after: float, schedule: Schedule) -
     return math.ceil(local_after * schedule.total_steps) if local_steps else None
 
 
+def with_local_steps(
+    step: TrainStep, executor: Executor, first: int | None, every: int, say: Callable[[str], None]
+) -> Executor:
+    """The executor, with local steps from step `first` on; the executor itself if that is None."""
+    return executor if first is None else LocalSteps(step, executor, first, every, say)
+
+
 class LocalSteps:
     """Trains the steps of the local phase; hands all earlier ones to another executor."""
 

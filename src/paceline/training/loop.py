@@ -26,7 +26,7 @@ from paceline.training.capture.prepare import CapturedStep, capture
 from paceline.training.checkpoint.keeper import Keeper, Progress
 from paceline.training.checks import Checks
 from paceline.training.evaluate import Averaged, Validation
-from paceline.training.local import LocalSteps
+from paceline.training.local import LocalSteps, with_local_steps
 from paceline.training.meter import Meter
 from paceline.training.observers import Observer, Result
 from paceline.training.step import Executor, TrainStep
@@ -125,31 +125,23 @@ class _Fit:
             self.watch.mark(progress.step, "loading")  # a request to stop need not wait for a step now
         for note in run.notes:
             self._say(note)
+        # Only this frame refers to the graphs: NCCL does not end while a graph lives that holds some of its work.
         captured = capture(run, self.step, progress.step, self._say)
-        executor = self.executor = self._with_local_steps(captured)
+        executor = with_local_steps(self.step, captured, run.local_from, run.config.local_steps, self._say)
         validation = Validation(run, self.step, captured)
         averaged = Averaged(run, self.step) if run.update.ema is not None else None
         if run.config.profile:
             self.profile = Profile(run, self.clock, progress.step, isinstance(captured, CapturedStep))
-        del captured, executor
         if self.watch:
             self.watch.mark(progress.step, "data")
         for epoch in range(progress.epoch, run.config.epochs):
-            self._train_epoch(epoch)
+            self._train_epoch(epoch, executor)
             if self._validate(epoch, validation, averaged):
                 break  # with the averaged weights in place, if there are any
         status = Status.TARGET_REACHED if progress.hits >= run.config.patience else Status.DONE
         progress.result = replace(progress.result, status=status, model_sha256=model_sha256(run.model))
 
-    def _with_local_steps(self, executor: Executor) -> Executor:
-        run = self.run
-        self.local: LocalSteps | None = None
-        if run.local_from is None:
-            return executor
-        self.local = LocalSteps(self.step, executor, run.local_from, run.config.local_steps, self._say)
-        return self.local
-
-    def _train_epoch(self, epoch: int) -> None:
+    def _train_epoch(self, epoch: int, executor: Executor) -> None:
         """Train on each sample once, or up to the run's last step. A resumed run starts where it was in the epoch."""
         run, progress = self.run, self.progress
         bounds, first = run.sampler.step_bounds, epoch * run.sampler.steps
@@ -164,12 +156,12 @@ class _Fit:
             self.health.before(step.number)
             if self.profile is not None:
                 self.profile.before(step.number)
-            values = self.executor(step, inputs, self._requests())
+            values = executor(step, inputs, self._requests())
             self._tell(meter.push(step.number, values), epoch, begin, end)
             progress.step += 1
             self.save_requested |= self.keeper.due(progress.step)
             self.check_due |= self._checks_after(progress.step)
-            if self.local is not None and self.local.apart:
+            if isinstance(executor, LocalSteps) and executor.apart:
                 continue  # in a few steps all parts are equal again: everything that looks at weights waits for that
             if self.check_due:
                 self._check(epoch, int(bounds[progress.step - first]), begin)

@@ -60,6 +60,18 @@ class TrainStep:
         self.begin(step.number, requests)
         return self.run(step, inputs)
 
+    def unwatched(self) -> "TrainStep":
+        """The same step, but the watch for hung workers does not see it: for trials before the first step."""
+        return TrainStep(
+            self.parts,
+            self.forward,
+            self.update,
+            clock=self.clock,
+            checks=self.checks,
+            mark=lambda number, phase: None,
+            sam=self._sam,
+        )
+
     def begin(self, number: int, requests: Requests = (False, False)) -> None:
         """Set what differs from step to step besides the inputs."""
         self.number = number
@@ -103,10 +115,7 @@ class TrainStep:
         return self.checks(batch, item) if self.checks.left else self.forward.values(batch, item)
 
     def _work(self, part: Part, given: Inputs, weighted: Weighted | None, share: float) -> tuple[Tensor, Tensor]:
-        if weighted is not None:
-            out = weighted(given, share)
-        else:
-            out = self.forward.weigh(self.values(given, part.item), share)
+        out = weighted(given, share) if weighted else self.forward.weigh(self.values(given, part.item), share)
         self.enter("backward")
         return out
 

@@ -4,8 +4,7 @@ import os
 
 import torch
 
-from paceline.config import Config
-from paceline.core.determinism import same_bits
+from paceline.core.determinism import deterministic
 
 
 def settings() -> tuple[object, ...]:
@@ -23,13 +22,13 @@ def test_one_thread_and_deterministic_kernels_and_all_as_before() -> None:
     torch.set_num_threads(3)
     try:
         before = settings()
-        with same_bits(Config(reduce="exact")):
+        with deterministic():
             assert settings() == (1, True, False, False, ":4096:8")
-            with same_bits(Config(reduce="exact")):  # building and training each ask for it
+            with deterministic():  # building and training each ask for it
                 pass
             assert settings() == (1, True, False, False, ":4096:8")
         assert settings() == before
-        with same_bits(Config()):
+        with deterministic(False):
             assert settings() == before, "fast mode changes nothing"
     finally:
         torch.set_num_threads(threads)

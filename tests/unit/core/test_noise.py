@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 from paceline.records import read_metrics
 from paceline.training.build import build
 from paceline.training.loop import fit
-from unit.core.test_parts import ALONE
+from unit.core.test_deal import ALONE
 
 OPTIONS = {"virtual_workers": 4, "global_batch": 24, "measure_noise": True, "max_steps": 1, "epochs": 1, "weight_decay": 0.0}
 
@@ -69,7 +69,7 @@ def expected(units: list[range]) -> float:
     """The first step's noise scale by plain autograd."""
     task = blobs()
     run = build(task, make_config(task.defaults, OPTIONS), ALONE)
-    model, data = run.step.model, task.train()
+    model, data = run.model, task.train()
     sampler = Sampler(103, 24, 4, 0)
     order, bounds = sampler.order(0), sampler.part_bounds(0)
     found = []
@@ -139,7 +139,7 @@ def test_adascale_multiplies_the_learning_rate_by_the_gain():
     task, options = blobs(), {**OPTIONS, "reference_batch": 12, "optimizer": "sgd", "momentum": 0.0, "schedule": "constant"}
 
     def moved(rule: str) -> tuple[torch.Tensor, dict[str, Any]]:
-        before = build(task, make_config(task.defaults, {**options, "lr_rule": rule}), ALONE).step.model.state_dict()
+        before = build(task, make_config(task.defaults, {**options, "lr_rule": rule}), ALONE).model.state_dict()
         trained = train_in(ALONE, task, {**options, "lr_rule": rule})
         return torch.cat(
             [(torch.from_numpy(trained.weights[n]) - t).flatten() for n, t in before.items()]
@@ -157,9 +157,9 @@ def test_a_learning_rate_in_a_tensor_gains_as_much():
     task, options = blobs(), {**OPTIONS, "reference_batch": 12, "lr_rule": "adascale", "max_steps": 3}
     plain = train_in(ALONE, task, options)
     run = build(task, make_config(task.defaults, {"log_every": 1, **options}), ALONE)
-    run.step.lrs = {1.0: torch.zeros(())}
+    run.update.lrs = {1.0: torch.zeros(())}
     fit(run, [])
-    for name, tensor in run.step.model.state_dict().items():
+    for name, tensor in run.model.state_dict().items():
         torch.testing.assert_close(tensor, torch.from_numpy(plain.weights[name]), rtol=1e-5, atol=1e-7)
 
 

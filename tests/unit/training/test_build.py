@@ -31,9 +31,9 @@ from paceline.training.build import build, suits_channels_last
 def test_where_channels_come_last(options: dict[str, Any], expected: bool) -> None:
     with world() as here:
         run = build(*tasks.resolve("fashion-mnist-mini", {"model": "cnn:width=4", "global_batch": 64, **options}), here)
-    convs = [module for module in run.step.model.modules() if isinstance(module, nn.Conv2d)]
+    convs = [module for module in run.model.modules() if isinstance(module, nn.Conv2d)]
     assert all(conv.weight.is_contiguous(memory_format=torch.channels_last) for conv in convs[1:]) == (expected or not convs)
-    assert suits_channels_last(run.step.model, run.config, run.sampler.global_batch // run.sampler.parts) == expected
+    assert suits_channels_last(run.model, run.config, run.sampler.global_batch // run.sampler.parts) == expected
 
 
 def test_the_layout_changes_nothing_but_rounding() -> None:
@@ -107,6 +107,6 @@ def test_a_compiled_model_is_taken_as_it_was_before(tmp_path: Path) -> None:
         expected = build(bare, config, here)
         for made in (whole, parts):
             run = build(replace(bare, model=made), config, here)
-            assert list(run.step.model.state_dict()) == list(expected.step.model.state_dict())
+            assert list(run.model.state_dict()) == list(expected.model.state_dict())
             assert any("--fast decides what to compile" in note for note in run.notes)
             assert not expected.notes

@@ -22,9 +22,9 @@ from paceline.errors import WorkersDisagree
 from paceline.training.build import Run, build
 from paceline.training.ema import Ema
 from paceline.training.evaluate import Averaged
-from paceline.training.loop import fit
-from paceline.training.step import Step
+from paceline.training.loop import fit, make_clock, make_step
 from paceline.training.task import Task
+from paceline.training.update import Update
 
 
 def alone(task: Task, **options: Any) -> Trained:
@@ -59,10 +59,6 @@ def test_weights_that_several_steps_made_count_for_as_many() -> None:
         one.begin(1000)
         one.update()
     three.begin(1000, steps=3)
-    three.update()
-    torch.testing.assert_close(one.tensors(), three.tensors())
-    three.paused = True
-    nn.init.zeros_(model.weight)
     three.update()
     torch.testing.assert_close(one.tensors(), three.tensors())
 
@@ -111,37 +107,37 @@ def test_training_does_not_notice(options: dict[str, Any]) -> None:
 def test_what_is_left_is_the_average_with_statistics_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against both written out by hand: 103 samples are four chunks of a part's 24, and seven are left out."""
     seen: list[list[Tensor]] = []
-    update = Step.update
+    update = Update.__call__
 
-    def watched(step: Step) -> None:
-        update(step)
-        seen.append([parameter.detach().clone() for parameter in step.model.parameters()])
+    def watched(self: Update) -> None:
+        update(self)
+        seen.append([parameter.detach().clone() for parameter in self._parameters])
 
-    monkeypatch.setattr(Step, "update", watched)
+    monkeypatch.setattr(Update, "__call__", watched)
 
     def model() -> nn.Module:  # dropout before the norm, where statistics would show it
         return nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
     task = replace(blobs(), model=model)
     with built(task, ema=0.7, epochs=2) as run:
-        averages = [parameter.detach().clone() for parameter in run.step.model.parameters()]
+        averages = [parameter.detach().clone() for parameter in run.model.parameters()]
         watcher = Watcher()
         result = fit(run, [watcher])
         for step, weights in enumerate(seen):
             decay = min(0.7, (1 + step) / (10 + step))
             averages = [decay * a + (1 - decay) * w for a, w in zip(averages, weights, strict=True)]
-        for parameter, average in zip(run.step.model.parameters(), averages, strict=True):
+        for parameter, average in zip(run.model.parameters(), averages, strict=True):
             torch.testing.assert_close(parameter.detach(), average)
         data = task.train()
         assert isinstance(data, Arrays)
         order = run.sampler.order(0)
-        inner = [run.step.model[1](data.tensors[0][order[i : i + 24]]).detach() for i in range(0, 96, 24)]
-        norm = run.step.model[2]
+        inner = [run.model[1](data.tensors[0][order[i : i + 24]]).detach() for i in range(0, 96, 24)]
+        norm = run.model[2]
         torch.testing.assert_close(norm.running_mean, torch.stack([values.mean(0) for values in inner]).mean(0))
         torch.testing.assert_close(norm.running_var, torch.stack([values.var(0) for values in inner]).mean(0))
         assert norm.momentum == 0.1
         labels = task.validation().tensors[1]  # type: ignore[union-attr]
-        logits = run.step.model.eval()(task.validation().tensors[0])  # type: ignore[union-attr]
+        logits = run.model.eval()(task.validation().tensors[0])  # type: ignore[union-attr]
         loss = nn.functional.cross_entropy(logits, labels).item()
     assert result.metrics["loss"] == pytest.approx(loss, rel=1e-5), "what was validated is not what was left"
 
@@ -163,13 +159,13 @@ def noisy(world: World) -> list[list[float]]:
     run = build(task, make_config(task.defaults, {"virtual_workers": 2, "ema": 0.9, "reduce": "exact"}), world)
     found = []
     for epoch in (0, 1):
-        averaged = Averaged(run.step, run.train, run.sampler)
-        run.step.statistics.average(world)
-        before = copy.deepcopy(run.step.model.state_dict())
+        averaged = Averaged(run, make_step(run, make_clock(run)))
+        run.parts.statistics.average(world)
+        before = copy.deepcopy(run.model.state_dict())
         averaged.put_in(epoch)
-        found.append(run.step.model[1].running_mean.tolist())
+        found.append(run.model[1].running_mean.tolist())
         averaged.take_out()
-        assert all(tensor.equal(before[name]) for name, tensor in run.step.model.state_dict().items())
+        assert all(tensor.equal(before[name]) for name, tensor in run.model.state_dict().items())
     return found
 
 
@@ -213,7 +209,7 @@ def several(world: World) -> list[Any]:
     task = blobs(norm=True)
     run = build(task, make_config(task.defaults, {"global_batch": 24, "ema": 0.9}), world)
     if world.rank == 1:
-        run.step.ema.tensors()[0][0, 0] += 1  # type: ignore[union-attr]
+        run.update.ema.tensors()[0][0, 0] += 1  # type: ignore[union-attr]
     try:
         fit(run, ())
     except WorkersDisagree as error:

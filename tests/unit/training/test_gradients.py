@@ -11,7 +11,7 @@ from paceline.config import make_config
 from paceline.errors import UsageError
 from paceline.training.build import build
 from paceline.training.gradients import Jitter, Sam
-from unit.core.test_parts import ALONE
+from unit.core.test_deal import ALONE
 
 
 def test_sam_takes_the_gradient_uphill_and_comes_back():
@@ -38,7 +38,7 @@ def test_a_sharpness_aware_step_of_parts():
     options |= {"schedule": "constant", "base_lr": 0.1}
     task = blobs(norm=True)
     run = build(task, make_config(task.defaults, options), ALONE)
-    model, data, order = run.step.model, task.train(), run.sampler.order(0)[:12]
+    model, data, order = run.model, task.train(), run.sampler.order(0)[:12]
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     total = [torch.zeros_like(p) for p in model.parameters()]
     means = []

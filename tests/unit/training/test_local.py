@@ -73,7 +73,7 @@ def test_each_part_trains_by_itself(options: dict[str, Any]) -> None:
 def by_hand(task: Task, options: dict[str, Any]) -> tuple[list[nn.Module], list[float]]:
     with world() as here:
         run = build(task, make_config(task.defaults, options), here)
-        config, sampler, nets = run.config, run.sampler, [copy.deepcopy(run.step.model) for _ in range(4)]
+        config, sampler, nets = run.config, run.sampler, [copy.deepcopy(run.model) for _ in range(4)]
         optimizers = []
         for net in nets:
             groups = [
@@ -81,9 +81,9 @@ def by_hand(task: Task, options: dict[str, Any]) -> tuple[list[nn.Module], list[
                 {"params": [p for p in net.parameters() if p.ndim == 1], "weight_decay": 0.0},
             ]
             if config.optimizer == "adamw":
-                optimizers.append(torch.optim.AdamW(groups, lr=run.step.schedule.peak_lr))
+                optimizers.append(torch.optim.AdamW(groups, lr=run.update.schedule.peak_lr))
             else:
-                optimizers.append(torch.optim.SGD(groups, run.step.schedule.peak_lr, 0.9, nesterov=True))
+                optimizers.append(torch.optim.SGD(groups, run.update.schedule.peak_lr, 0.9, nesterov=True))
     data, losses = task.train(), []
     assert isinstance(data, Arrays)
     for step in range(2 * sampler.steps):
@@ -199,7 +199,7 @@ def test_every_pass_is_of_one_part() -> None:
         run = build(task, options, here)
         fit(run, ())
     # The first is a trial before the first step, the second the look at one part beside the others.
-    assert run.step.model.seen == [6, 6, 24, 24] + [6] * 8
+    assert run.model.seen == [6, 6, 24, 24] + [6] * 8
 
 
 def test_what_cannot_be() -> None:

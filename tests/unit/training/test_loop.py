@@ -22,6 +22,7 @@ from paceline.records import ROW_FIELDS, read_metrics, read_result
 from paceline.training.build import Run, build
 from paceline.training.loop import fit, model_sha256
 from paceline.training.run import train
+from paceline.training.step import TrainStep
 from paceline.training.task import Task, classify
 
 
@@ -357,11 +358,12 @@ def test_what_comes_before_the_first_step_can_be_stopped_at_once(monkeypatch: py
         def mark(self, step: int, phase: str) -> None:
             phases.append(phase)
 
-    def prepare(run: Run, at: int) -> None:
-        run.step.mark(at, "forward")
+    def prepare(run: Run, step: TrainStep, at: int, say: Any) -> TrainStep:
+        step.unwatched().enter("forward")
         phases.append("prepared")
+        return step
 
-    monkeypatch.setattr("paceline.training.loop.fast.prepare", prepare)
+    monkeypatch.setattr("paceline.training.loop.capture", prepare)
     with world() as here:
         task = blobs()
         fit(build(task, make_config(task.defaults, {"max_steps": 1}), here), (), watch=Watch())  # type: ignore[arg-type]

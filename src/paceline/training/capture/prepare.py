@@ -94,7 +94,8 @@ class _Trials:
     """The attempt to capture a run's steps: what its stages share."""
 
     def __init__(self, run: Run, step: TrainStep, at: int, say: Callable[[str], None]) -> None:
-        self.run, self.step, self.at, self.say = run, step, at, say
+        self.run, self.at, self.say = run, at, say
+        self.plain, self.step = step, step.unwatched()
         self.epoch = at // run.sampler.steps
         self.kept: _Kept | None = None
 
@@ -121,7 +122,7 @@ class _Trials:
         full = self._case(0)
         self.kept = _Kept(run)
         for _ in range(_warm_ups(run)):
-            before = self._plain(full)
+            before = self._run_plain(full)
         why = agreed(run.world, self._two_seeds(full))  # before anything else that only some workers might do
         if why:
             return None, why
@@ -142,7 +143,7 @@ class _Trials:
                     compiled, not_compiled = self._record_compiled(full, expected)
         graph = compiled or plain
         assert graph is not None
-        captured = CapturedStep(step, {0: (full, graph), **self._tails()}, compiled is not None)
+        captured = CapturedStep(self.plain, {0: (full, graph), **self._tails()}, compiled is not None)
         self.kept = None  # which would hold a copy of all weights as long as the graphs live
         return captured, " and compiled" if compiled else f" (not compiled: {not_compiled})"
 
@@ -157,7 +158,7 @@ class _Trials:
     def _body(self, case: _Case, weighted: Weighted | None = None) -> Body:
         return lambda inputs: self.step.run(case.step, iter(inputs), weighted)
 
-    def _plain(self, case: _Case) -> "_Outcome":
+    def _run_plain(self, case: _Case) -> "_Outcome":
         """What a plain step gives. It is undone."""
         case.seed()
         return self._outcome(self._body(case)(case.inputs))
@@ -255,7 +256,7 @@ class _Trials:
             if agreed(self.run.world, self._two_seeds(case)):
                 continue
             with _tuned(False):
-                graph, _ = self._record(case, self._plain(case))
+                graph, _ = self._record(case, self._run_plain(case))
             if graph is not None:
                 found[number] = case, graph
         return found

@@ -23,6 +23,7 @@ from paceline.training import loop, tasks
 from paceline.training.build import Run, build
 from paceline.training.capture import graph
 from paceline.training.capture import prepare as fast
+from paceline.training.step import TrainStep
 from paceline.training.task import classify
 
 CALLS: list[int] = []
@@ -47,11 +48,11 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured on the CPU as they would be on a GPU."""
     CALLS.clear()
     monkeypatch.setattr(fast, "Graph", Replayed)
-    monkeypatch.setattr(fast, "watch", lambda body, inputs, model, objective: (body(inputs), ""))
+    monkeypatch.setattr(fast, "find_obstacle", lambda body, inputs, model, objective: (body(inputs), ""))
     monkeypatch.setattr(fast, "_why_never", lambda run: "")
     monkeypatch.setattr(fast._Trials, "_is_long", lambda self, case, graph: False)
     monkeypatch.setattr(loop, "Validation", _Plain)
-    monkeypatch.setattr(fast, "prepare", _prepare)
+    monkeypatch.setattr(loop, "capture", _capture)
     monkeypatch.setattr(fast, "compiler", compiler)
 
 
@@ -69,15 +70,22 @@ def compiler() -> Iterator[Any]:
     yield compile
 
 
-def _prepare(run: Run, at: int) -> None:
-    if run.config.fast != "off":
-        run.step.say(fast._Trials(run, at).attempt())
-        run.step.statistics.rest()
-        CALLS.clear()
+def _capture(run: Run, step: TrainStep, at: int, say: Any) -> Any:
+    if run.config.fast == "off":
+        return step
+    captured, how = fast._Trials(run, step, at, say).attempt()
+    say(how)
+    run.parts.statistics.rest()
+    CALLS.clear()
+    return captured or step
+
+
+def plain_step(run: Run) -> TrainStep:
+    return loop.make_step(run, loop.make_clock(run))
 
 
 class _Plain(loop.Validation):
-    def _record(self) -> None:
+    def _record(self, compiled: bool) -> None:
         return None
 
 
@@ -191,13 +199,12 @@ def test_trials_leave_nothing_behind() -> None:
     with world() as here:
         task, config = _images({"virtual_workers": 2, "optimizer": "adamw", "model": "cnn:width=4"})
         run = build(task, config, here)
-        before = {name: tensor.clone() for name, tensor in run.step.model.state_dict().items()}
-        rows = [tensor.clone() for tensor in run.step.statistics.tensors()]
-        _prepare(run, 0)
-        assert run.step.captured is not None
-        assert all(tensor.equal(before[name]) for name, tensor in run.step.model.state_dict().items())
-        assert all(a.equal(b) for a, b in zip(rows, run.step.statistics.tensors(), strict=True))
-        state = [value for one in run.step.optimizer.state.values() for value in one.values()]
+        before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+        rows = [tensor.clone() for tensor in run.parts.statistics.tensors()]
+        assert isinstance(_capture(run, plain_step(run), 0, print), fast.CapturedStep)
+        assert all(tensor.equal(before[name]) for name, tensor in run.model.state_dict().items())
+        assert all(a.equal(b) for a, b in zip(rows, run.parts.statistics.tensors(), strict=True))
+        state = [value for one in run.update.optimizer.state.values() for value in one.values()]
         assert state
         assert not any(value.any() for value in state)
 
@@ -246,28 +253,27 @@ def test_a_recording_that_fails_late_leaves_nothing_behind(options: dict[str, An
     with world() as here:
         plain, _ = both(here, {"epochs": 1, **options})
         run = build(*_images({"epochs": 1, **options}), here)
-        step = run.step
+        engine = run.parts.engine
 
         def fails(body: graph.Body, inputs: list[Inputs]) -> None:
-            where, what = (step._reducer, "finish") if step._reducer else (step.optimizer, "step")
+            where, what = (engine._reducer, "finish") if engine._reducer else (run.update.optimizer, "step")
             with patch.object(where, what, side_effect=RuntimeError("late")):
                 body(inputs)
 
         monkeypatch.setattr(fast, "Graph", fails)
-        assert fast._Trials(run, 0).attempt() == "late"
-        assert step.captured is None
-        assert all(parameter.grad is None for parameter in step._carrier.parameters())
-        monkeypatch.setattr(fast, "prepare", lambda run, at: None)
+        assert fast._Trials(run, plain_step(run), 0, print).attempt() == (None, "late")
+        assert all(parameter.grad is None for parameter in engine.carrier.parameters())
+        monkeypatch.setattr(loop, "capture", lambda run, step, at, say: step)
         result = loop.fit(run, ())
     assert result.metrics["loss"] == pytest.approx(plain.result.metrics["loss"], rel=1e-4)
 
 
 @pytest.mark.usefixtures("replaying")
 def test_no_fault_in_the_trials_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(self: Any, graphs: Any) -> None:
-        self.step.model.weight_of_nobody  # noqa: B018
+    def faulty(self: Any) -> None:
+        self.run.model.weight_of_nobody  # noqa: B018
 
-    monkeypatch.setattr(fast._Trials, "_replay", faulty)
+    monkeypatch.setattr(fast._Trials, "_tails", faulty)
     with world() as here:
         plain, tried = both(here, {"virtual_workers": 2, "optimizer": "adamw", "base_lr": 0.001})
     assert tried.watcher.notes[0].startswith("AttributeError")
@@ -278,8 +284,8 @@ def test_no_fault_in_the_trials_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> N
 def unequal(here: World) -> tuple[list[str], str]:
     """Three parts on two workers, with dropout: one pass here, two there."""
     fast.Graph, fast._why_never = Replayed, lambda run: ""  # type: ignore[misc, assignment]
-    fast.watch = lambda body, inputs, model, objective: (body(inputs), "")
-    fast.prepare = _prepare
+    fast.find_obstacle = lambda body, inputs, model, objective: (body(inputs), "")
+    loop.capture = _capture
     loop.Validation = _Plain  # type: ignore[misc]
     fast._Trials._is_long = lambda self, case, graph: False  # type: ignore[method-assign]
     trained = train_in(here, blobs(dropout=0.5), {"virtual_workers": 3, "epochs": 3, "fast": "auto"})
@@ -297,5 +303,5 @@ def test_nothing_is_captured_on_a_cpu() -> None:
     with world() as here:
         task, config = _images({"fast": "on"})
         run = build(task, config, here)
-        fast.prepare(run, 0)
-    assert run.step.captured is None
+        step = plain_step(run)
+        assert fast.capture(run, step, 0, print) is step
