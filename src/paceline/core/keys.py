@@ -1,7 +1,7 @@
 """Random numbers that belong to a sample or a part, never to a rank (law 3).
 
 A key is a 64-bit hash of (seed, epoch or step, sample or part). It is computed by integer arithmetic alone (splitmix64), in
-numpy for orders and in torch for whole batches on the device, so it is the same on every device, version and number of workers.
+numpy for orders and in torch for batches on the device. So it is the same on every device, version and number of workers.
 """
 
 import random
@@ -14,11 +14,11 @@ _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 _MASK = (1 << 64) - 1
 
 
-def key(*parts: int) -> int:
-    """A 64-bit key of some numbers: `key(seed, epoch)`, `key(seed, step, part)`."""
+def key(*numbers: int) -> int:
+    """A 64-bit key of some numbers, such as `key(seed, epoch)` or `key(seed, step, part)`."""
     state = 0
-    for part in parts:
-        state = _mix((state ^ (part & _MASK)) & _MASK)
+    for number in numbers:
+        state = _mix((state ^ (number & _MASK)) & _MASK)
     return state
 
 
@@ -40,7 +40,7 @@ def keys_torch(base: int | Tensor, indices: Tensor) -> Tensor:
 
 
 def on_device(base: int, device: torch.device) -> Tensor:
-    """A key as a tensor: what differs from epoch to epoch in a step that is captured once."""
+    """A key as a tensor, so that a captured step can read another one in each epoch."""
     return torch.full((), _signed(base), dtype=torch.int64, device=device)
 
 
@@ -50,7 +50,7 @@ def uniform(keys: Tensor, stream: int) -> Tensor:
 
 
 def seed_all(seed: int, device: torch.device | None = None) -> None:
-    """Seed every generator there is: for a part's dropout and whatever else a model, an objective or a `prepare` draws."""
+    """Seed every generator: for dropout, and anything else that a model, an objective or a `prepare` draws."""
     seed_sample(seed)
     if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(_signed(seed))
@@ -64,7 +64,7 @@ def seed_sample(seed: int) -> None:
 
 
 def random_state(device: torch.device | None = None) -> bytes:
-    """The state of every generator that `seed_all` seeds: it changes when any number is drawn."""
+    """The state of every generator that `seed_all` seeds. It changes when a number is drawn."""
     _, words, position, *_ = np.random.get_state()
     state = [torch.get_rng_state().numpy().tobytes(), np.asarray(words).tobytes(), repr((position, random.getstate())).encode()]
     if device is not None and device.type == "cuda":
@@ -86,5 +86,5 @@ def _signed(value: int) -> int:
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """A logical right shift: torch's own copies the sign bit."""
+    """A logical right shift. torch's own shift copies the sign bit."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,13 +1,14 @@
 """The gradient noise scale, measured from the parts while training, and AdaScale's gain, which follows from it.
 
-A unit is what one worker computes in one go: a part, or several together. Its gradient is the mean over its b samples, so the
-mean of its square is |G|^2 + tr(S) / b, where G is the true gradient and S the covariance of a sample's (McCandlish et al.
-2018, arXiv:1812.06162). With L the mean over units and T the square of the step's gradient (b is then B, the global batch):
+A unit is what one worker computes in one pass: one part, or several together. Its gradient is the mean over its b samples, so
+the expected square of it is |G|^2 + tr(S) / b, where G is the true gradient and S the covariance of one sample's gradient
+(McCandlish et al. 2018, arXiv:1812.06162). With L the mean square over units and T the square of the step's gradient (for which
+b is B, the global batch):
 
     tr(S) = (L - T) / (mean of 1/b - 1/B),     |G|^2 = T - tr(S) / B,     noise scale = tr(S) / |G|^2
 
-Both are smoothed over steps before they are divided: a mean of ratios would be too large. All of it stays on the device, in
-tensors, so that a captured step measures too; every worker has the same numbers, and in exact mode the same bits for any P.
+Both are smoothed over steps before they are divided: a mean of ratios would be too large. All of it stays in tensors on the
+device, so a captured step measures too. Every worker has the same numbers, and in exact mode the same bits for any P.
 """
 
 import math
@@ -24,39 +25,39 @@ _SMOOTHING = 0.95
 
 
 class Noise:
-    """What the units' gradients say about their noise."""
+    """Estimates the noise scale from the gradients of the units."""
 
     def __init__(self, parameters: Iterable[Tensor], units: Sequence[int], part_batch: int, parts: int, device: Any) -> None:
-        """`units`: how many parts each unit of all workers has."""
+        """`units`: the number of parts in each unit, of all workers."""
         self.parameters = list(parameters)
         self._units, self._global_batch = len(units), part_batch * parts
         inverse = math.fsum(1 / (count * part_batch) for count in units) / len(units)
         self._spread = inverse - 1 / self._global_batch
         self.state = torch.zeros(2, dtype=torch.float64, device=device)
-        """Smoothed tr(S) and |G|^2, both times 1 - 0.95^steps, which no ratio of them sees."""
+        """Smoothed tr(S) and |G|^2, both times 1 - 0.95^steps. That factor cancels in their ratio."""
         self._squares = torch.zeros(parts, dtype=torch.float64, device=device)
         self._before: dict[Tensor, Tensor] = {}
 
     def start(self) -> None:
-        """Before a step's first pass."""
+        """Begin a step."""
         self._squares.zero_()
         self._before = {}
 
     def take(self, part: int, share: float, sums: bool) -> None:
-        """A unit's gradients are there; `sums`: added to those of the units before it. `part` is the unit's first."""
+        """Take in a unit's gradients. `sums`: they include those of the units before it. `part`: the unit's first part."""
         grads = {p: p.grad for p in self.parameters if p.grad is not None}
         self.add(part, share, grads)
         self._before = {p: grad.clone() for p, grad in grads.items()} if sums else {}
 
     def add(self, part: int, share: float, grads: dict[Tensor, Tensor]) -> None:
-        """Count some of a unit's gradients, whose loss was weighted by `share`."""
+        """Take in some of a unit's gradients. Its loss was weighted by `share`."""
         if not grads:
             return
         own = [grad - self._before[p] if p in self._before else grad for p, grad in grads.items()]
         self._squares[part] += _square(own) / share**2
 
     def finish(self, world: World) -> None:
-        """The step's gradient is there, on every worker: bring the estimate up to date."""
+        """Update the estimate from the reduced gradient. Collective: call on every rank."""
         if world.size > 1:
             dist.all_reduce(self._squares)  # every number comes from one worker: adding zeros is exact
         mean = self._squares.sum() / self._units
@@ -66,18 +67,19 @@ class Noise:
         self.state.lerp_(now, 1 - _SMOOTHING)
 
     def gain(self, reference_batch: int) -> Tensor:
-        """AdaScale's gain by the estimate so far."""
+        """AdaScale's gain from the estimate so far."""
         return adascale_gain(self.state, self._global_batch, reference_batch)
 
 
 def noise_scale(variance: float, square: float) -> float:
-    """The global batch at which noise and gradient are of a size; infinite while no gradient shows in the noise."""
+    """The global batch at which noise and gradient are equally large; infinite while noise hides the gradient."""
     return max(variance, 0.0) / square if square > 0 else math.inf
 
 
 def adascale_gain(state: Tensor, global_batch: int, reference_batch: int) -> Tensor:
-    """By how much a larger batch may raise the learning rate, for `state` = (tr(S), |G|^2), of which one scale is as good as
-    another (Johnson et al. 2020, arXiv:2007.05105): 1 where there is no noise to remove, k where the gradient is all noise.
+    """The factor by which a larger batch may raise the learning rate (Johnson et al. 2020, arXiv:2007.05105).
+
+    1 if there is no noise to remove, k if the gradient is all noise. `state` is (tr(S), |G|^2), in any common scale.
     """
     k = global_batch / reference_batch
     variance, square = state.clamp(min=1e-30)
@@ -86,5 +88,5 @@ def adascale_gain(state: Tensor, global_batch: int, reference_batch: int) -> Ten
 
 
 def _square(tensors: list[Tensor]) -> Tensor:
-    """The squared norm of all of them, summed in one order."""
+    """The squared norm of all tensors, summed in one order."""
     return torch.stack(torch._foreach_norm(tensors)).double().square().sum()

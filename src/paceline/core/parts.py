@@ -308,7 +308,7 @@ def _group(model: nn.Module, at_once: int) -> None:
     """Let several parts share a pass."""
     why = can_group(model)
     if why:
-        raise UsageError(f"at_once is {at_once}: {why}, which cannot keep parts apart in a pass; use at_once=1")
+        raise UsageError(f"at_once is {at_once}: {why}, so parts cannot be kept apart in a pass; use at_once=1")
     group_batch_norms(model)
 
 

@@ -1,9 +1,9 @@
 """Which samples a step trains on, and how they are cut into parts (law 2).
 
 The order of an epoch depends on (seed, epoch) alone. Steps cut it into global batches, and each global batch into V equal
-parts; which worker computes a part is nobody's business here. Every sample of the epoch is trained on exactly once: where the
-samples do not fill the last step, the last two share what is left, so that no part is empty and none is smaller than half of
-a full one (a tiny part would have poor batch statistics).
+parts. Which worker computes a part does not matter here. Every sample of the epoch is used exactly once: if the samples do not
+fill the last step, the last two steps share what is left, so that no part is empty and none is smaller than half of a full one
+(a tiny part would have poor batch statistics).
 """
 
 import functools
@@ -28,19 +28,19 @@ class Sampler:
         check_divides(self.global_batch, self.parts)
         if self.samples < self.parts:
             raise UsageError(
-                f"{self.samples} training samples cannot feed {self.parts} virtual workers: each needs at least one a step"
+                f"{self.samples} training samples cannot feed {self.parts} virtual workers: each needs at least one per step"
             )
 
     def order(self, epoch: int) -> np.ndarray:
         """The epoch's samples, shuffled: the ranks of 64-bit hashes, the same in all versions of numpy.
 
-        No two samples have the same hash (splitmix64 is a bijection), so the kind of sort does not show.
+        No two samples have the same hash (splitmix64 is a bijection), so any sorting algorithm gives the same order.
         """
         return np.argsort(keys_numpy(key(self.seed, epoch), np.arange(self.samples)))
 
     @functools.cached_property
     def step_bounds(self) -> np.ndarray:
-        """Where each step starts in the order, and, last, where the last one ends."""
+        """Where each step starts in the order, and where the last one ends."""
         full, rest = divmod(self.samples, self.global_batch)
         starts = np.arange(full + 1) * self.global_batch
         if rest == 0:
@@ -50,16 +50,16 @@ class Sampler:
         shared = self.global_batch + rest
         if shared >= 2 * self.parts:
             return np.append(starts[:-1], [starts[-2] + (shared + 1) // 2, self.samples])
-        return np.append(starts[:-1], self.samples)  # parts of one sample cannot be halved: the last step takes two
+        return np.append(starts[:-1], self.samples)  # parts of one sample cannot be halved: the last step takes both
 
     @functools.cached_property
     def full_steps(self) -> int:
-        """Steps of a whole global batch, which come first."""
+        """The number of steps with a whole global batch. They come first."""
         return int((np.diff(self.step_bounds) == self.global_batch).sum())
 
     @property
     def steps(self) -> int:
-        """Steps an epoch."""
+        """Steps per epoch."""
         return len(self.step_bounds) - 1
 
     def part_bounds(self, step: int) -> np.ndarray:
@@ -69,7 +69,7 @@ class Sampler:
 
 
 def check_divides(global_batch: int, parts: int) -> None:
-    """A global batch is cut into equal parts."""
+    """Raise a UsageError unless a global batch can be cut into equal parts."""
     if global_batch % parts:
         below, above = global_batch // parts * parts, (global_batch // parts + 1) * parts
         hint = f"{below} or {above}" if below else f"{above}"

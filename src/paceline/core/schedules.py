@@ -1,8 +1,10 @@
 """The learning rate of every step, as a plain function of the step.
 
 `peak_lr` comes from the rule: linear (Goyal et al. 2017, arXiv:1706.02677: lr grows with k), square root, or none, where
-k = global_batch / reference_batch; AdaScale's gain is worked out in the step (`training/noise.py`). Nothing here has state, so
-resuming needs nothing but the step number.
+k = global_batch / reference_batch. AdaScale computes its gain in each step (`core/noise.py`). Nothing here has state, so
+resuming needs only the step number.
+
+To add a rule, add it to `scale_lr` and to `lr_rule` in `config.py`; to add a shape, add it to `Schedule.lr` and `schedule`.
 """
 
 import math
@@ -55,9 +57,9 @@ def scale_lr(base_lr: float, k: float, rule: str) -> float:
 
 
 def make_schedule(config: Config, *, k: float, steps_per_epoch: int, total_steps: int) -> Schedule:
-    """The schedule of a run; warm-up starts at base_lr's share of the peak unless the user says where."""
+    """The schedule of a run. Warm-up starts at base_lr / peak_lr of the peak unless `warmup_from` is given."""
     peak_lr = scale_lr(config.base_lr, k, config.lr_rule)
-    one_cycle_start = 0.1  # one-cycle starts low whatever k is: its rise is its warm-up
+    one_cycle_start = 0.1  # one-cycle starts low for any k: its rise is its warm-up
     start = one_cycle_start if config.schedule == "one-cycle" else min(1.0, 1 / k)
     return Schedule(
         peak_lr=peak_lr,

@@ -19,10 +19,10 @@ from paceline.dist.world import World
 
 
 class Statistics:
-    """The running statistics of every part this worker has, one row a part.
+    """The running statistics of this worker's parts, one row per part.
 
-    Layers are pointed at the rows of the parts they are about to see, and update them in place; the model's own buffers hold
-    the mean over all parts after `average`.
+    Before a pass, layers are pointed at the rows of its parts, and update them in place. After `average`, the model's own
+    buffers hold the mean over all parts.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[range], parts: int) -> None:
@@ -32,17 +32,17 @@ class Statistics:
         self._rows = [[_repeat(own, len(group)) for group in groups] for own in self._own]
         self._grouped = [module for module in model.modules() if isinstance(module, PartNorm)]
         self.over_workers = any(spans_workers(module) for module in model.modules())
-        """Whether some layer's statistics are those of the whole step."""
-        self._views: dict[tuple[int, range], list[dict[str, Tensor]]] = {}  # one of them a pass: cut only once
+        """Some layer takes its statistics over the whole step, across workers."""
+        self._views: dict[tuple[int, range], list[dict[str, Tensor]]] = {}  # one per kind of pass, made once
         self._in_use: tuple[int, range] | None = None
 
     def names(self, model: nn.Module) -> set[str]:
-        """The buffers that every part has for itself."""
+        """Names of the buffers that each part has for itself."""
         paths = [path for path, module in model.named_modules(remove_duplicate=False) if module in self._layers]
         return {f"{path}.{name}".lstrip(".") for path in paths for name in _NAMES}
 
     def tensors(self) -> list[Tensor]:
-        """All that passes change here."""
+        """All tensors that passes change here."""
         return [tensor for own in self._rows for rows in own for tensor in rows.values()]
 
     def use(self, item: Pass) -> None:
@@ -60,7 +60,7 @@ class Statistics:
 
     @torch.no_grad()
     def average(self, world: World) -> None:
-        """Put the mean over all parts of all workers into the model's buffers. Every worker reaches this."""
+        """Put the mean over all parts of all workers into the model's buffers. Collective: call on every rank."""
         if self._layers:
             values, counts = self.gather(world)
             means, start = values.mean(0), 0
@@ -73,7 +73,7 @@ class Statistics:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Passes in here change copies of the statistics in use."""
+        """Passes in this block change copies of the statistics in use."""
         used = [dict(layer._buffers) for layer in self._layers]
         for layer in self._layers:
             layer._buffers.update({name: cast(Tensor, layer._buffers[name]).clone() for name in _NAMES})
@@ -92,25 +92,25 @@ class Statistics:
             grouped.parts, grouped.samples = 1, None
 
     def gather(self, world: World) -> tuple[Tensor, Tensor]:
-        """Everybody's rows: (V, values) float64 and the counts (V, layers). Every worker reaches this."""
+        """All workers' rows: values (V, width) in float64 and counts (V, layers). Collective: call on every rank."""
         width = sum(own[name].numel() for own in self._own for name in _NAMES[:2])
         values = torch.zeros(self._parts, width, dtype=torch.float64, device=world.device)
         counts = torch.zeros(self._parts, len(self._layers), dtype=torch.int64, device=world.device)
-        for where, view in self._tables(values, counts):
-            view.copy_(where)
+        for rows, table in self._tables(values, counts):
+            table.copy_(rows)
         if world.size > 1 and self._layers:
             dist.all_reduce(values)  # every row comes from one worker: adding zeros is exact
             dist.all_reduce(counts)
-        return values + 0.0, counts  # a worker's own -0.0 would stay; one that met a zero would not
+        return values + 0.0, counts  # turn -0.0 into 0.0, as adding another worker's zero does
 
     def scatter(self, values: Tensor, counts: Tensor) -> None:
-        """Take this worker's rows from a table of everybody's."""
-        for where, view in self._tables(values, counts):
-            where.copy_(view)
+        """Take this worker's rows from tables of all workers' rows."""
+        for rows, table in self._tables(values, counts):
+            rows.copy_(table)
         self._in_use = None
 
     def _tables(self, values: Tensor, counts: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(this worker's rows, their place in the tables) for every layer and group."""
+        """Pairs of this worker's rows and their place in the tables, for every layer and group."""
         start = 0
         for i, rows in enumerate(self._rows):
             for name in _NAMES[:2]:
@@ -126,7 +126,7 @@ _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def _repeat(own: dict[str, Tensor], count: int) -> dict[str, Tensor]:
-    """A row a part, in memory of the group's own: where a row lies in it does not depend on the number of workers."""
+    """One row per part, in memory of the group's own: a row's place in it does not depend on the number of workers."""
     return {name: torch.stack([tensor] * count) for name, tensor in own.items()}
 
 
@@ -135,4 +135,5 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def spans_workers(module: nn.Module) -> bool:
+    """Whether a norm layer takes its statistics over all workers."""
     return isinstance(module, SyncNorm | nn.SyncBatchNorm)

@@ -12,16 +12,15 @@ from paceline.errors import UsageError
 
 
 class SyncNorm(_BatchNorm):
-    """Batch norm whose training statistics are those of all workers' samples together.
+    """Batch norm with training statistics over the samples of all workers.
 
-    A collective: in training every worker of the default process group must reach every forward and every backward pass, in
-    the same order and with the same dtype, even one whose batch is empty. Batches may differ in size. Forward gathers
-    2 * channels + 1 numbers a worker, backward sums 2 * channels. Alone (no process group, or a world of one) and in evaluation
-    it is plain batch norm.
+    Collective: in training, every worker of the default process group must run every forward and backward pass, in the same
+    order and with the same dtype, even with an empty batch. Batches may differ in size. Forward gathers 2 * channels + 1
+    numbers per worker, backward sums 2 * channels. With one worker, and in evaluation, it is plain batch norm.
 
-    Statistics are float32 (float64 for float64 input) whatever the input's dtype. Gradients of weight and bias are this
-    worker's share, for DDP to average; the input's gradient is that of the sum of all workers' losses. It can be differentiated
-    once. Written in plain tensor operations because torch.nn.SyncBatchNorm refuses CPU tensors, and DDP refuses it on the CPU.
+    Statistics are float32 (float64 for float64 input). Gradients of weight and bias are this worker's share, for DDP to
+    average; the input's gradient is that of the sum of all workers' losses. It can be differentiated once. It is written in
+    plain tensor operations because torch.nn.SyncBatchNorm refuses CPU tensors, and DDP refuses it on the CPU.
     """
 
     running_mean: Tensor
@@ -37,7 +36,7 @@ class SyncNorm(_BatchNorm):
         mean, squares, count = _gather_statistics(input.detach())
         self._move_running(mean, squares, count)
         inverse_std = torch.rsqrt(squares / count.clamp(min=1) + self.eps)
-        output: Tensor = _NormaliseSynced.apply(  # type: ignore[no-untyped-call]
+        output: Tensor = _NormalizeSynced.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, mean, inverse_std, count
         )
         return output
@@ -48,15 +47,16 @@ class SyncNorm(_BatchNorm):
     def _move_running(self, mean: Tensor, squares: Tensor, count: Tensor) -> None:
         self.num_batches_tracked.add_(1)
         momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        # One value in all the world has no variance and moves nothing. Decided on the device: no wait for the GPU.
+        # A single value over all workers has no variance and moves nothing. Decided on the device: no wait for the GPU.
         share = ((count > 1) * momentum).to(self.running_mean.dtype)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_((squares / (count - 1).clamp(min=1)).to(self.running_var.dtype), share)
 
 
 def replace_sync_batch_norms(model: nn.Module) -> nn.Module:
-    """Make every `nn.SyncBatchNorm` of `model` a `SyncNorm`, which runs on CPUs too; returns `model`. The modules change their
-    class and stay the same objects. A UsageError for one that `SyncNorm` cannot stand in for.
+    """Make every `nn.SyncBatchNorm` of `model` a `SyncNorm`, which also runs on CPUs; returns `model`.
+
+    The modules change their class and stay the same objects. Raises UsageError for one that `SyncNorm` cannot replace.
     """
     for name, module in model.named_modules():
         if type(module) is nn.SyncBatchNorm:
@@ -69,10 +69,10 @@ def replace_sync_batch_norms(model: nn.Module) -> nn.Module:
     return model
 
 
-class _NormaliseSynced(torch.autograd.Function):
+class _NormalizeSynced(torch.autograd.Function):
     """(x - mean) / std * weight + bias, where mean and std depend on the x of every worker.
 
-    With g = dL/dy, xhat = (x - mean) / std and N values a channel over all workers (arXiv:1502.03167, section 3, rearranged):
+    With g = dL/dy, xhat = (x - mean) / std and N values per channel over all workers (arXiv:1502.03167, section 3, rearranged):
     dL/dx = weight / std * (g - sum(g) / N - xhat * sum(g * xhat) / N), both sums over all workers.
     """
 
@@ -95,13 +95,13 @@ class _NormaliseSynced(torch.autograd.Function):
             sums = torch.stack([grad_bias, grad_weight])
             dist.all_reduce(sums)
             of_grad, of_product = sums / count.clamp(min=1)
-            centred = grad - along(of_grad, x) - xhat * along(of_product, x)
-            grad_x = (centred * along(inverse_std * weight, x)).to(x.dtype)
+            centered = grad - along(of_grad, x) - xhat * along(of_product, x)
+            grad_x = (centered * along(inverse_std * weight, x)).to(x.dtype)
         return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None, None
 
 
 def _gather_statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Over all workers, for each channel: mean, sum of squares about that mean, and the count of values (a scalar).
+    """For each channel, over all workers: the mean, the sum of squares around it, and the number of values (a scalar).
 
     Chan, Golub & LeVeque's pairwise update: no difference of large sums, so data far from zero keep their variance.
     """
@@ -113,7 +113,7 @@ def _gather_statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         variance, mean = torch.var_mean(x.to(dtype), rest, correction=0)
         own = torch.cat([mean, variance * count, own.new_full((1,), count)])
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)  # and not a sum: every worker combines the same rows in the same order, to the same bits
+    dist.all_gather(everyone, own)  # not a sum: every worker combines the same rows in the same order, to the same bits
     rows = torch.stack(everyone)
     means, squares, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     total = counts.sum()

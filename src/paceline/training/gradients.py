@@ -1,4 +1,4 @@
-"""Two things that can be done to a gradient: take it a little uphill (SAM), and add noise to it."""
+"""Two changes to a gradient: take it uphill from the weights (SAM), and add noise to it."""
 
 import math
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from paceline.core.keys import key, keys_torch, on_device, uniform
 
 @dataclass
 class Sam:
-    """Sharpness-aware minimisation (Foret et al. 2021, arXiv:2010.01412): the gradient is taken where, to first order, the loss
+    """Sharpness-aware minimization (Foret et al. 2021, arXiv:2010.01412): the gradient is taken where, to first order, the loss
     is highest within `rho` of the weights.
 
-    Each pass climbs by its own gradient, as every GPU does for itself, so nothing need be averaged for it and the step is the
-    same on any number of workers.
+    Each pass climbs by its own gradient, as every GPU would. So nothing is averaged for it, and the step is the same on any
+    number of workers.
     """
 
     parameters: Sequence[Tensor]
@@ -25,7 +25,7 @@ class Sam:
 
     @torch.no_grad()
     def climb(self, loss: Tensor) -> None:
-        """Move the weights to where the gradient shall be taken."""
+        """Move the weights uphill."""
         found = torch.autograd.grad(loss, list(self.parameters), allow_unused=True)
         self._at = [parameter.clone() for parameter in self.parameters]
         pairs = [(parameter, grad) for parameter, grad in zip(self.parameters, found, strict=True) if grad is not None]
@@ -35,16 +35,16 @@ class Sam:
 
     @torch.no_grad()
     def descend(self) -> None:
-        """Back to where they were, bit for bit."""
+        """Restore the weights, bit for bit."""
         torch._foreach_copy_(list(self.parameters), self._at)
         self._at = []
 
 
 class Jitter:
-    """Gradient noise (Neelakantan et al. 2015, arXiv:1511.06807): normal, of variance eta / (1 + step)^0.55.
+    """Gradient noise (Neelakantan et al. 2015, arXiv:1511.06807): normal, with variance eta / (1 + step)^0.55.
 
-    The numbers follow from (seed, step, which weight), by integer arithmetic on the device: every worker adds the same ones,
-    and a captured step new ones each time.
+    The numbers follow from (seed, step, index of the weight), by integer arithmetic on the device. So every worker adds the
+    same numbers, and a captured step adds new ones each time.
     """
 
     _STREAM = 0x0153

@@ -18,19 +18,19 @@ class Grouping:
     at_once: int
     why: str
     one_pass: bool = False
-    """All parts must share a pass, whatever their sizes: a norm looks at the whole step."""
+    """All parts must share a pass, whatever their sizes: a norm layer looks at the whole step."""
 
 
 def choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) -> Grouping:
-    """What `--parts-at-once` comes to for this model. A UsageError where it cannot be."""
+    """Resolve `--parts-at-once` for this model. Raises UsageError if it cannot be done."""
     grouping = _choose_grouping(model, config, parts, workers)
     if not measures_noise(config) or workers > 1 or grouping.at_once < parts:
         return grouping
     if config.parts_at_once:
         raise UsageError(
-            f"--parts-at-once {config.parts_at_once} leaves one gradient a step, and no noise to measure: use less"
+            f"--parts-at-once {config.parts_at_once} leaves one gradient per step, and no noise to measure: use fewer"
         )
-    return Grouping(-(-parts // 2), "together, in two halves to compare")
+    return Grouping(-(-parts // 2), "together, in two halves that are compared")
 
 
 def measures_noise(config: Config) -> bool:
@@ -40,17 +40,17 @@ def measures_noise(config: Config) -> bool:
 
 def _choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) -> Grouping:
     most, asked = -(-parts // workers), config.parts_at_once
-    spanning = next((_called(name) for name, module in model.named_modules() if spans_workers(module)), None)
+    spanning = next((_describe(name) for name, module in model.named_modules() if spans_workers(module)), None)
     if spanning is not None:
         if config.reduce == "exact":
             raise UsageError(
                 f"--reduce exact: {spanning} takes its statistics over all workers, by float sums that depend on"
-                " how many there are; use norm=part or batch, or --reduce fast"
+                " their number; use norm=part or batch, or --reduce fast"
             )
         if config.sam_rho or measures_noise(config):
             option = "--sam-rho" if config.sam_rho else "--measure-noise" if config.measure_noise else "--lr-rule adascale"
             raise UsageError(
-                f"{option} takes each part's own gradient, and {spanning} has its statistics of the whole step: use norm=batch"
+                f"{option} needs each part's own gradient, and {spanning} takes its statistics over the whole step: use norm=batch"
             )
         if 0 < asked < most:
             raise UsageError(
@@ -58,17 +58,17 @@ def _choose_grouping(model: nn.Module, config: Config, parts: int, workers: int)
                 f" {most} parts must run at once; leave --parts-at-once out"
             )
         return Grouping(most, "together: one norm over the whole step", one_pass=True)
-    apart = "climbs by itself" if config.sam_rho else "has its own gradient" if config.lr_rule == "adascale" else ""
+    apart = "climbs on its own" if config.sam_rho else "has its own gradient" if config.lr_rule == "adascale" else ""
     if apart:
         if asked > 1:
             option = "--sam-rho" if config.sam_rho else "--lr-rule adascale"
             raise UsageError(f"--parts-at-once {asked}: with {option} every part {apart}; use --parts-at-once 1")
-        return Grouping(1, f"in turn: each {apart}" if most > 1 else "one a worker")
+        return Grouping(1, f"in turn: each {apart}" if most > 1 else "one per worker")
     cannot = can_group(model)
     if asked > 1:
         if cannot:
             raise UsageError(
-                f"--parts-at-once {asked}: {cannot}, which cannot keep parts apart in a pass; use --parts-at-once 1"
+                f"--parts-at-once {asked}: {cannot}, so parts cannot be kept apart in a pass; use --parts-at-once 1"
             )
         groups = -(-parts // asked)
         if config.reduce == "exact" and workers > groups:
@@ -78,18 +78,18 @@ def _choose_grouping(model: nn.Module, config: Config, parts: int, workers: int)
             )
         return Grouping(asked, f"{asked} at once")
     if asked == 1 or most == 1:
-        return Grouping(1, "in turn" if most > 1 else "one a worker")
+        return Grouping(1, "in turn" if most > 1 else "one per worker")
     if config.reduce == "exact":
         return Grouping(1, "in turn, for exact sums")
     if cannot:
         return Grouping(1, f"in turn: {cannot}")
-    random = next((_called(name) for name, module in model.named_modules() if _draws(module)), None)
+    random = next((_describe(name) for name, module in model.named_modules() if _draws(module)), None)
     if random is not None:
-        return Grouping(1, f"in turn: {random} draws random numbers by part")
+        return Grouping(1, f"in turn: {random} draws random numbers")
     return Grouping(most, "together")
 
 
-def _called(name: str) -> str:
+def _describe(name: str) -> str:
     return f"layer {name}" if name else "the model"
 
 
@@ -97,5 +97,5 @@ def _draws(module: nn.Module) -> bool:
     """Whether a layer is known to draw random numbers in training."""
     if isinstance(module, _DropoutNd):
         return module.p > 0
-    dropout = getattr(module, "dropout", 0)  # attention and recurrent layers hold a number
+    dropout = getattr(module, "dropout", 0)  # a number in attention and recurrent layers
     return isinstance(module, nn.RReLU) or (isinstance(dropout, float) and dropout > 0)

@@ -1,7 +1,7 @@
-"""Try a task on a few samples before the first step: whether parts may share a pass, and whether channels-last works.
+"""Try a task on a few samples before the first step: may parts share a pass, and does channels-last work?
 
-Batches come through a loader process where the run has such processes. A Dataset that opens its file when it is first read must
-not do so in this process: loader processes are forks of it, and would share the position in that file.
+Batches come through a loader process if the run uses them. A Dataset that opens its file when it is first read must not do so in
+this process: loader processes are forks of it and would share its position in the file.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ _KEY = 0x7217  # keeps the random numbers of trials apart from those of training
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A task, and what it takes to try it."""
+    """A task, and what is needed to try it."""
 
     task: Task
     data: Any
@@ -37,7 +37,7 @@ class Trial:
     world: World
 
     def try_prepare(self) -> tuple[str, str]:
-        """Why the task's `prepare` needs parts in turn, or ""; and a note if it is not reproducible, or ""."""
+        """Why the task's `prepare` needs parts in turn, and a note if it is not reproducible; "" for neither."""
         if self.task.prepare is None or isinstance(self.task.prepare, Images):
             return "", ""
         part = self.sampler.global_batch // self.sampler.parts
@@ -57,12 +57,12 @@ class Trial:
                     return "the task's prepare draws random numbers", ""
                 same = _same(every(together, 2, len(samples)), alone)
                 return "" if same else "the task's prepare looks across the samples of a batch", ""
-        except Exception as error:  # in turn is always right; a mistake in the task shows in the first step
+        except Exception as error:  # running in turn is always correct; a mistake in the task shows in the first step
             return f"the task's prepare failed in a trial ({first_line(error)})", ""
 
     @torch.no_grad()
     def try_model(self, model: nn.Module) -> str:
-        """Why a model of the user's own needs parts in turn: it draws random numbers somewhere. "" if it does not."""
+        """Why a user's own model needs parts in turn: it draws random numbers. "" if it does not."""
         if self.task.model is None:
             return ""
         kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -81,7 +81,7 @@ class Trial:
 
     @torch.no_grad()
     def why_not_channels_last(self, model: nn.Module) -> str:
-        """Why a user's own net does not run on two samples in this layout: `x.view(...)` after a convolution, most likely."""
+        """Why a user's own net fails on two samples in this layout; most likely because of `x.view(...)` after a convolution."""
         model.eval()
         try:
             with self._batches([np.arange(2)], epoch=None) as (batch,):
@@ -99,19 +99,19 @@ class Trial:
 
     @contextmanager
     def _batches(
-        self, plan: list[np.ndarray], before: Callable[[int], None] = lambda i: None, epoch: int | None = 0
+        self, samples: list[np.ndarray], before: Callable[[int], None] = lambda i: None, epoch: int | None = 0
     ) -> Iterator[list[Batch]]:
         processes = 0 if isinstance(self.data, Arrays) else min(1, self.config.loader_workers)
         loader = make_loader(self.data, "streaming", self.task.prepare, self.world.device, processes, self.config.seed)
         try:
-            yield list(loader.batches(plan, epoch, before))
+            yield list(loader.batches(samples, epoch, before))
         finally:
             loader.close()
 
 
 _NOT_SEEDED = (
-    "the same samples are not the same when they are prepared again: a generator of random numbers that Paceline does not seed"
-    " makes the model depend on the number of workers; draw from torch, numpy.random or random"
+    "preparing the same samples twice gives different results: a random number generator that Paceline does not seed makes"
+    " the model depend on the number of workers; draw from torch, numpy.random or random"
 )
 
 

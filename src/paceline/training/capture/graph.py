@@ -1,8 +1,8 @@
-"""CUDA graphs: work on tensors that is recorded once and replayed with one launch, and what rules that out; torch's compiler.
+"""CUDA graphs: work on tensors that is recorded once and replayed with one launch, and what prevents that; torch's compiler.
 
-A graph repeats what the GPU did, and nothing that Python did between its kernels. So work is watched once before it is
-recorded: whether it waits for the GPU, draws random numbers of the host's, or changes what a module or the objective holds.
-What is kept elsewhere, in a global or deeper within an object, cannot be seen.
+A graph repeats what the GPU did, not what Python did between its kernels. So work is run once and checked before it is recorded:
+does it wait for the GPU, draw random numbers on the host, or change attributes of a module or the objective? Changes elsewhere,
+in a global or deeper within an object, cannot be detected.
 """
 
 import inspect
@@ -27,33 +27,35 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Graph:
-    """Some work on tensors, recorded once and replayed on others of the same shapes."""
+    """Work on tensors, recorded once and replayed on other tensors of the same shapes."""
 
     def __init__(self, body: Body, inputs: list[Inputs]) -> None:
         self._held = cast("list[Inputs]", map_tensors(Tensor.clone, inputs))
         self._into = list(tensors_in(self._held))
-        self._last: list[tuple[Tensor, int] | None] = [None] * len(self._into)  # what was copied: an epoch's key only once
+        self._last: list[tuple[Tensor, int] | None] = [None] * len(
+            self._into
+        )  # what was copied last: an epoch's key is copied once
         self._graph = torch.cuda.CUDAGraph()
         self.stamps: Any = None
-        """What a clock made part of it."""
+        """The clock's stamps in it."""
         try:
-            # thread_local: a DataLoader's thread may pin memory, and NCCL's look at its events, while this thread records.
+            # thread_local: a DataLoader's thread may pin memory, and NCCL's thread may query events, while this thread records.
             with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
                 self._out = body(self._held)
         except BaseException:
             random_numbers = torch.cuda.default_generators[torch.cuda.current_device()]
-            random_numbers.graphsafe_set_state(random_numbers.clone_state())  # or it goes on believing that it is recorded
+            random_numbers.graphsafe_set_state(random_numbers.clone_state())  # or it still believes that it is being recorded
             raise
 
     def fits(self, inputs: list[Inputs]) -> bool:
-        """Whether these can take the place of those it was recorded with."""
+        """Whether these inputs have the shapes and types it was recorded with."""
         given = list(tensors_in(inputs))
         return len(given) == len(self._into) and all(
             a.shape == b.shape and a.dtype == b.dtype for a, b in zip(given, self._into, strict=True)
         )
 
     def __call__(self, inputs: list[Inputs]) -> Tensor:
-        """What the work gives for these; good until the next call."""
+        """The result for these inputs, valid until the next call."""
         for i, tensor in enumerate(tensors_in(inputs)):
             last = self._last[i]
             if last is None or tensor is not last[0] or tensor._version != last[1]:
@@ -65,23 +67,23 @@ class Graph:
 
 @contextmanager
 def compiler() -> Iterator[Callable[[Function], Function]]:
-    """torch.compile, for functions that are first called in this block. What it compiles is kept for later runs; its processes
-    are not.
+    """torch.compile, for functions that are first called in this block. Compiled code is kept for later runs; the compiler's
+    processes end with the block.
     """
     given, cache = os.environ.get(_CACHE), os.environ.get("XDG_CACHE_HOME")
-    with suppress(OSError, RuntimeError):  # no home, or none that can be written to: torch's own choice, under /tmp
+    with suppress(OSError, RuntimeError):  # no writable home: torch then uses a folder under /tmp
         folder = (Path(cache) if cache else Path.home() / ".cache") / "paceline" / "compiled"
         folder.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault(_CACHE, str(folder))  # which a node does not empty
+        os.environ.setdefault(_CACHE, str(folder))  # unlike /tmp, it is not emptied
 
     def compile(function: Function) -> Function:
-        # fallback_random: dropout draws what the plain function would have drawn.
+        # fallback_random: dropout draws the same numbers as in the plain function.
         return cast(Function, torch.compile(function, dynamic=False, options={"fallback_random": True}))
 
     try:
         yield compile
     finally:
-        from torch._inductor.async_compile import shutdown_compile_workers  # not at the top: 1 s, for those who compile nothing
+        from torch._inductor.async_compile import shutdown_compile_workers  # not at the top: it takes 1 s
 
         shutdown_compile_workers()
         if given is None:
@@ -89,7 +91,7 @@ def compiler() -> Iterator[Callable[[Function], Function]]:
 
 
 def find_obstacle(body: Body, inputs: list[Inputs], model: nn.Module, objective: Any) -> tuple[Tensor, str]:
-    """Do the work; returns its result and what in it a graph could not repeat, or ""."""
+    """Run the work; returns its result, and what in it a graph could not repeat, or ""."""
     before = _host_state(model, objective)
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
@@ -104,7 +106,7 @@ def find_obstacle(body: Body, inputs: list[Inputs], model: nn.Module, objective:
 
 
 def module_state(model: nn.Module) -> dict[str, Any]:
-    """What the plain attributes of a model's modules hold, by name, as far as a change can be seen."""
+    """The values of the plain attributes of a model's modules, by name, as far as a change can be detected."""
     return {
         f"{path or 'the model'}.{name}": _Held(value, value._version) if isinstance(value, Tensor) else _reading(value)
         for path, module in model.named_modules()
@@ -115,7 +117,7 @@ def module_state(model: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """A tensor as it was: kept, or another one might take its place in memory."""
+    """A tensor and its version. Holding it keeps another tensor from taking its place in memory."""
 
     tensor: Tensor
     version: int
@@ -126,18 +128,18 @@ class _Held:
     __hash__ = None  # type: ignore[assignment]
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, buffers, hooks: looked at elsewhere
+_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, buffers, hooks: checked elsewhere
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in short."""
+    """The first line of an error's text."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
 def _obstacle(inputs: list[Inputs], waits: warnings.WarningMessage | None) -> str:
-    odd = next((type(leaf).__name__ for leaf in leaves(inputs) if not isinstance(leaf, Tensor | None)), None)
-    if odd is not None:
-        return f"a batch holds a {odd}, which a graph could not be told"
+    other = next((type(leaf).__name__ for leaf in leaves(inputs) if not isinstance(leaf, Tensor | None)), None)
+    if other is not None:
+        return f"a batch holds a {other}, which a graph cannot take as input"
     if any(leaf.device.type != "cuda" for leaf in tensors_in(inputs)):
         return "a batch holds a tensor that is not on the GPU"
     return "" if waits is None else f"{Path(waits.filename).name}, line {waits.lineno}, waits for the GPU"
@@ -145,11 +147,11 @@ def _obstacle(inputs: list[Inputs], waits: warnings.WarningMessage | None) -> st
 
 def _change(before: dict[str, Any], after: dict[str, Any]) -> str:
     changed = next((what for what, state in after.items() if state != before.get(what)), None)
-    return "" if changed is None else f"a step changes {changed}, which a graph would not"
+    return "" if changed is None else f"a step changes {changed}, and a graph would not"
 
 
 def _host_state(model: nn.Module, objective: Any) -> dict[str, Any]:
-    """What a step may change beside tensors on the GPU, as far as one can look: in modules, and in what the objective holds."""
+    """What a step may change besides tensors on the GPU: random states, and attributes of modules and the objective."""
     _, keys, position, *_ = np.random.get_state()
     state: dict[str, Any] = {
         "the state of Python's random numbers": random.getstate(),
@@ -159,7 +161,7 @@ def _host_state(model: nn.Module, objective: Any) -> dict[str, Any]:
     held: dict[str, Any] = {path or "the model": vars(module) for path, module in model.named_modules()}
     held["the objective"] = dict(getattr(objective, "__dict__", {}))
     if inspect.isfunction(objective):
-        with suppress(ValueError):  # a variable that has no value yet
+        with suppress(ValueError):  # a variable without a value yet
             held["the objective"] |= inspect.getclosurevars(objective).nonlocals
     for where, values in held.items():
         state |= {f"{where}.{name}": _reading(value) for name, value in values.items() if not name.startswith("_")}
@@ -167,7 +169,7 @@ def _host_state(model: nn.Module, objective: Any) -> dict[str, Any]:
 
 
 def _reading(value: Any) -> Any:
-    """Something that differs when the value has changed; None where that cannot be known."""
+    """A value that differs if the original has changed; None if that cannot be known."""
     match value:
         case bool() | int() | float() | str():
             return value

@@ -1,14 +1,13 @@
-"""Where a worker's step goes: waiting for input, computing, averaging that nothing hides, waiting for slower workers, the
-optimizer, and the rest.
+"""Where a worker's step time goes: input, compute, exposed communication, waiting for slower workers, the optimizer, the rest.
 
-A step says which phase it enters; the clock stamps that, so phases add up to the step whatever happens in between. On a CPU a
-stamp is the time; on a GPU it is an event in the worker's stream, which counts what the GPU waited for and nothing that its
-host did ahead of it, and within a CUDA graph an event that every replay records anew.
+The step tells the clock which phase it enters, and the clock stamps it. So phases add up to the step. On a CPU a stamp is the
+time. On a GPU it is an event in the worker's stream: it counts what the GPU waited for, not what its host did ahead of it. In a
+CUDA graph it is an event that every replay records again.
 
-DDP averages within the backward pass. What of that is exposed begins when this worker's last gradient is ready, which a hook
-on the parameter that comes last says. An all-reduce cannot begin before the slowest worker is there, so the first part of it,
-up to the latest worker's last gradient, is waiting and only the rest communication. For that all stamps must be on one clock:
-those of one machine are, others are aligned by leaving barriers together, good to about a message's way.
+DDP averages within the backward pass. Communication is exposed from the moment this worker's last gradient is ready; a hook on
+the last parameter tells when. An all-reduce cannot start before the slowest worker is there. So the time up to the slowest
+worker's last gradient is waiting, and only the rest is communication. For that, all stamps must be on one clock. The stamps of
+one machine are; others are aligned by leaving barriers together, accurate to about the travel time of a message.
 """
 
 import resource
@@ -35,23 +34,23 @@ PHASES = {
     "update": "optimizer",
     "other": "other",
 }
-"""What a step says it enters, and what the time until it enters the next counts as."""
+"""The phases a step enters, and what the time in each counts as."""
 
-_KEPT = 1000  # timed steps between two looks: what is older is let go
-_ROUNDS = 21  # of barriers, to align clocks by
+_KEPT = 1000  # timed steps kept between two looks; older ones are dropped
+_ROUNDS = 21  # barriers to align clocks with
 
 
 @dataclass
 class Timed:
-    """One step of this worker's. Stamps are seconds once they are taken; before, on a GPU, events."""
+    """One step of this worker. Stamps are seconds after `Clock.take`; before that, on a GPU, events."""
 
     step: int
     laps: list[tuple[str, Any]] = field(default_factory=list)
     """(phase, when it was entered), in order."""
     ready: Any = None
-    """When the last gradient was there."""
+    """When the last gradient was ready."""
     buckets: list[dict[str, Any]] = field(default_factory=list)
-    """DDP's buckets, in order: bytes, parameters, when ready and, where that was asked for, when averaged."""
+    """DDP's buckets, in order: bytes, parameters, when ready and, if followed, when averaged."""
     end: Any = None
 
     def spans(self) -> list[tuple[str, float, float]]:
@@ -60,8 +59,8 @@ class Timed:
         return [(phase, begin, end) for (phase, begin), end in zip(self.laps, ends, strict=True)]
 
     def gathered(self) -> float | None:
-        """When this worker had all its gradients: within the backward pass that DDP averages in, or where an exact sum begins.
-        None where there is nobody to average with.
+        """When this worker had all its gradients: in the backward pass that DDP averages in, or at the start of an exact sum.
+        None on a single worker.
         """
         passes = [(begin, end) for phase, begin, end in self.spans() if phase == "backward"]
         if self.ready is not None and passes and passes[-1][0] <= self.ready <= passes[-1][1]:
@@ -73,10 +72,10 @@ class Clock:
     """Times the steps of one worker."""
 
     def __init__(self, world: World, last: nn.Parameter | None = None, detailed: bool = False) -> None:
-        """`last` is the parameter whose gradient comes last, where DDP averages: it ends what hides the averaging.
+        """`last`: the parameter whose gradient comes last, if DDP averages. After it, averaging is no longer hidden.
 
-        In a CUDA graph every stamp costs each replay some 4 us. So unless `detailed`, a graph has those alone that tell
-        communication from the rest, and on one worker none: forward, backward and optimizer are then all compute.
+        In a CUDA graph every stamp costs each replay about 4 us. So unless `detailed`, a graph has only the stamps that separate
+        communication from the rest, and on one worker none: forward, backward and optimizer then all count as compute.
         """
         self._gpu = world.device.type == "cuda"
         self._on = not self._gpu
@@ -88,7 +87,7 @@ class Clock:
         self._recorded: Timed | None = None
         self._recorded_phases = tuple(PHASES) if detailed else ("update",) if world.size > 1 else ()
         self.before_replay = "other" if detailed else "backward"
-        """What a step enters when it replays a graph: up to the graph's first stamp."""
+        """The phase that a replay starts with, up to the graph's first stamp."""
         self._world, self._offset_s = world, 0.0
         self._aligned = world.size == 1
         if last is not None:
@@ -113,7 +112,7 @@ class Clock:
             self._now = Timed(step, [("other", now)])
 
     def enter(self, phase: str) -> None:
-        """Whatever comes next belongs to this phase."""
+        """What comes next belongs to this phase."""
         if self._gpu and torch.cuda.is_current_stream_capturing():
             self._recorded = self._recorded or Timed(-1)
             if phase in self._recorded_phases:
@@ -127,12 +126,12 @@ class Clock:
             self._close(self._stamp())
 
     def take_recorded(self) -> Timed | None:
-        """The stamps that were made part of a graph since this was last asked."""
+        """The stamps that became part of a graph since the last call."""
         recorded, self._recorded = self._recorded, None
         return recorded
 
     def replayed(self, recorded: Timed | None) -> None:
-        """The graph with these stamps was replayed: they are this step's, and good until the next replay."""
+        """The graph with these stamps was replayed: they belong to this step, and are valid until the next replay."""
         if self._now is not None and recorded is not None:
             self._now.laps += recorded.laps
             self._now.ready = recorded.ready
@@ -162,13 +161,14 @@ class Clock:
         return averaging().then(averaged)
 
     def apart(self) -> None:
-        """This step's backward passes averaged nothing: what was ready in them is no moment that others wait for."""
+        """This step's backward passes averaged nothing, so other workers do not wait for their last gradient."""
         if self._now is not None:
             self._now.ready = None
 
     def take(self) -> list[Timed]:
-        """The steps timed since this was last asked, in seconds on a clock that all workers share. Waits for the GPU.
-        Every worker reaches this.
+        """The steps timed since the last call, in seconds on a clock that all workers share. Waits for the GPU.
+
+        Collective: call on every rank.
         """
         if not self._aligned:
             self._offset_s, self._aligned = _offset_s(self._world), True
@@ -205,7 +205,7 @@ class Clock:
         return lambda event: now - event.elapsed_time(base) / 1e3
 
     def _ready(self, _: Tensor) -> None:
-        """The last gradient is there."""
+        """The last gradient is ready."""
         if self._gpu and torch.cuda.is_current_stream_capturing():
             if self._recorded is not None and self._recorded_phases:
                 self._recorded.ready = self._stamp(recorded=True)
@@ -215,12 +215,12 @@ class Clock:
 
 @dataclass(frozen=True)
 class Split:
-    """What became of the timed steps of all workers."""
+    """The times of all workers' steps, by component."""
 
     step_s: np.ndarray
     """Mean step, by worker."""
     components_s: np.ndarray
-    """Mean of each of COMPONENTS, by worker; rows add up to `step_s`."""
+    """Mean time of each of COMPONENTS, by worker; rows add up to `step_s`."""
     forward_s: float
     backward_s: float
     compute_spread_s: float
@@ -229,11 +229,11 @@ class Split:
     steps: int
 
     def means(self) -> dict[str, float]:
-        """Each part, mean over workers."""
+        """Each component, mean over workers."""
         return {name: float(value) for name, value in zip(COMPONENTS, self.components_s.mean(0), strict=True)}
 
     def slowest(self) -> tuple[int | None, float]:
-        """The worker that the others wait for, and how much longer than it the median worker waits."""
+        """The slowest worker, and how much longer than it the median worker waits."""
         waiting = self.components_s[:, COMPONENTS.index("waiting")]
         if len(waiting) == 1:
             return None, 0.0
@@ -242,8 +242,8 @@ class Split:
 
 
 def split_steps(timed: Sequence[Timed], world: World) -> Split:
-    """Each worker's timed steps in parts. Every worker reaches this, with the same steps."""
-    rows = np.array([_own_parts(step) for step in timed], dtype=np.float64)
+    """Each worker's timed steps by component. Collective: call on every rank, with the same steps."""
+    rows = np.array([_own_components(step) for step in timed], dtype=np.float64)
     own = dict(zip(("input", "forward", "backward", "exposed", "optimizer", "other", "ready"), rows.T, strict=True))
     latest = own["ready"]
     if world.size > 1:
@@ -252,8 +252,8 @@ def split_steps(timed: Sequence[Timed], world: World) -> Split:
         latest = shared.cpu().numpy()
     waiting = np.clip(latest - own["ready"], 0.0, own["exposed"])
     compute = own["forward"] + own["backward"]
-    parts = [own["input"], compute, own["exposed"] - waiting, waiting, own["optimizer"], own["other"]]
-    means = [float(part.mean()) for part in parts]
+    components = [own["input"], compute, own["exposed"] - waiting, waiting, own["optimizer"], own["other"]]
+    means = [float(component.mean()) for component in components]
     mine = [*means, own["forward"].mean(), own["backward"].mean(), compute.std(), _memory_bytes(world)]
     table = torch.zeros(world.size, len(mine), dtype=torch.float64, device=world.device)
     table[world.rank] = torch.tensor(mine, dtype=torch.float64, device=world.device)
@@ -272,15 +272,15 @@ def split_steps(timed: Sequence[Timed], world: World) -> Split:
 
 
 def fill_up(components_s: Mapping[str, float], step_s: float) -> dict[str, float]:
-    """Parts of some steps as parts of a step that took so long: what they leave is other, and too much is cut in proportion."""
+    """Fit components of some steps to a step of `step_s`: what is missing is other, and an excess is scaled down."""
     known = sum(value for name, value in components_s.items() if name != "other")
     factor = min(1.0, step_s / known) if known else 1.0
     scaled = {name: value * factor for name, value in components_s.items()}
     return {**scaled, "other": max(0.0, step_s - known * factor)}
 
 
-def _own_parts(timed: Timed) -> list[float]:
-    """input, forward, backward, exposed, optimizer, other, and when the last gradient was ready."""
+def _own_components(timed: Timed) -> list[float]:
+    """Times of input, forward, backward, exposed, optimizer and other, and when the last gradient was ready."""
     sums = dict.fromkeys(PHASES.values(), 0.0)
     ready = timed.gathered()
     for phase, begin, end in timed.spans():
@@ -292,14 +292,14 @@ def _own_parts(timed: Timed) -> list[float]:
 
 
 def _memory_bytes(world: World) -> float:
-    """The most this worker has held: of its GPU's memory, or of the machine's."""
+    """The peak memory of this worker: on its GPU, or in main memory."""
     if world.device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(world.device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
 def _offset_s(world: World) -> float:
-    """How far this worker's clock is ahead of rank 0's: nothing on one machine. Every worker reaches this."""
+    """How far this worker's clock is ahead of rank 0's: 0 on one machine. Collective: call on every rank."""
     ids = torch.zeros(world.size, dtype=torch.int64, device=world.device)
     ids[world.rank] = _machine(world.rank)
     dist.all_reduce(ids)
@@ -314,6 +314,6 @@ def _offset_s(world: World) -> float:
 
 
 def _machine(rank: int) -> int:
-    """A number that workers of one machine have in common; where the system gives none, of this worker alone."""
+    """A number shared by the workers of one machine; if the system has none, a number of this worker alone."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return int(boot.read_text().replace("-", "")[:15], 16) if boot.exists() else rank
