@@ -116,7 +116,7 @@ class Engine:
         return out if self.noise is None else torch.cat((out, self.noise.state.float()))
 
     def dry_run(self, passes: Sequence[Pass], step_samples: int, work: Callable[[int, float], tuple[Tensor, Tensor]]) -> None:
-        """All forward and backward passes of a step, without other workers: a failure leaves nobody in a collective.
+        """All forward and backward passes of a step, without other workers: a failure leaves none of them in a collective.
 
         `work` gets a pass's index and share. Gradients are dropped.
         """

@@ -78,8 +78,8 @@ class PartNorm(_BatchNorm):
 
     Running statistics are one row of `channels` per part. A caller that sets `parts` = g > 1 replaces `running_mean` and
     `running_var` by contiguous (g, channels) tensors and `num_batches_tracked` by a (g,) tensor. It restores one row before
-    evaluation. Row p moves to what part p alone would have made of it; with ghosts, to the mean over its ghosts. If many parts share one
-    row, it moves once, to the mean over the parts.
+    evaluation. Row p moves to what part p alone would have made of it; with ghosts, to the mean over its ghosts. If many parts
+    share one row, it moves once, to the mean over the parts.
 
     A ghost with a single value per channel has no variance: it is normalized with the running statistics and does not move
     them. Without a `part_size` or without running statistics torch refuses it, as plain batch norm does.

@@ -50,7 +50,7 @@ def _choose_grouping(model: nn.Module, config: Config, parts: int, workers: int)
         if config.sam_rho or measures_noise(config):
             option = "--sam-rho" if config.sam_rho else "--measure-noise" if config.measure_noise else "--lr-rule adascale"
             raise UsageError(
-                f"{option} needs each part's own gradient, and {spanning} takes its statistics over the whole step: use norm=batch"
+                f"{option} needs each part's own gradient, but {spanning} takes its statistics over the step: use norm=batch"
             )
         if 0 < asked < most:
             raise UsageError(

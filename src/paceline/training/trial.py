@@ -1,7 +1,7 @@
 """Try a task on a few samples before the first step: may parts share a pass, and does channels-last work?
 
-Batches come through a loader process if the run uses them. A Dataset that opens its file when it is first read must not do so in
-this process: loader processes are forks of it and would share its position in the file.
+Batches come through a loader process if the run uses them. A Dataset that opens its file when it is first read must not do so
+in this process: loader processes are forks of it and would share its position in the file.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
 """CUDA graphs: work on tensors that is recorded once and replayed with one launch, and what prevents that; torch's compiler.
 
-A graph repeats what the GPU did, not what Python did between its kernels. So work is run once and checked before it is recorded:
-does it wait for the GPU, draw random numbers on the host, or change attributes of a module or the objective? Changes elsewhere,
-in a global or deeper within an object, cannot be detected.
+A graph repeats what the GPU did, not what Python did between its kernels. So work is run and checked once before it is
+recorded: does it wait for the GPU, draw random numbers on the host, or change attributes of a module or the objective? Changes
+elsewhere, in a global or deeper within an object, cannot be detected.
 """
 
 import inspect

@@ -74,8 +74,8 @@ class Clock:
     def __init__(self, world: World, last: nn.Parameter | None = None, detailed: bool = False) -> None:
         """`last`: the parameter whose gradient comes last, if DDP averages. After it, averaging is no longer hidden.
 
-        In a CUDA graph every stamp costs each replay about 4 us. So unless `detailed`, a graph has only the stamps that separate
-        communication from the rest, and on one worker none: forward, backward and optimizer then all count as compute.
+        In a CUDA graph every stamp costs each replay about 4 us. So unless `detailed`, a graph has only the stamps that
+        separate communication from the rest, and on one worker none: forward, backward and optimizer then count as compute.
         """
         self._gpu = world.device.type == "cuda"
         self._on = not self._gpu
