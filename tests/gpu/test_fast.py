@@ -17,7 +17,7 @@ from paceline.core import engine as engine_module
 from paceline.dist.world import World, world
 from paceline.training import tasks
 from paceline.training.build import build
-from paceline.training.capture import prepare as fast
+from paceline.training.capture import captured as fast
 from paceline.training.evaluate import Validation
 from paceline.training.loop import make_clock, make_step
 from paceline.training.task import Task, classify

@@ -21,7 +21,7 @@ from paceline.dist.agree import fingerprints
 from paceline.dist.world import world
 from paceline.training import tasks
 from paceline.training.build import build
-from paceline.training.capture.prepare import capture
+from paceline.training.capture.captured import capture
 from paceline.training.loop import make_clock, make_step
 from paceline.training.meter import Meter
 

@@ -21,7 +21,7 @@ from paceline.records import COMPONENTS
 from paceline.scale.scale import summarise
 from paceline.training import tasks
 from paceline.training.build import Run, build
-from paceline.training.capture.prepare import capture
+from paceline.training.capture.captured import capture
 from paceline.training.local import with_local_steps
 from paceline.training.loop import make_clock, make_step
 from paceline.training.meter import Meter

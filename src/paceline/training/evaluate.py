@@ -18,7 +18,7 @@ from paceline.core.keys import key, seed_all
 from paceline.data.loaders import Inputs
 from paceline.training.build import Run
 from paceline.training.capture.graph import Graph, compiler, find_obstacle
-from paceline.training.capture.prepare import CapturedStep
+from paceline.training.capture.captured import CapturedStep
 from paceline.training.forward import check_values
 from paceline.training.step import Executor, TrainStep
 

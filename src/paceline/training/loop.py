@@ -22,7 +22,7 @@ from paceline.dist.watch import Watch
 from paceline.errors import Diverged, PacelineError, RecordError, Stopped, UsageError, refuse_exit
 from paceline.records import Status
 from paceline.training.build import Run
-from paceline.training.capture.prepare import CapturedStep, capture
+from paceline.training.capture.captured import CapturedStep, capture
 from paceline.training.checkpoint.keeper import Keeper, Progress
 from paceline.training.checks import Checks
 from paceline.training.evaluate import Averaged, Validation

@@ -81,7 +81,7 @@ class Trial:
 
     @torch.no_grad()
     def why_not_channels_last(self, model: nn.Module) -> str:
-        """Why a user's own net fails on two samples in this layout; most likely because of `x.view(...)` after a convolution."""
+        """Why a user's own net fails on two samples in this layout; often because of `x.view(...)` after a convolution."""
         model.eval()
         try:
             with self._batches([np.arange(2)], epoch=None) as (batch,):
