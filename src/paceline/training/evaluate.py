@@ -17,8 +17,8 @@ from paceline.core.evaluate import Chunks, check_names, mean_over_workers
 from paceline.core.keys import key, seed_all
 from paceline.data.loaders import Inputs
 from paceline.training.build import Run
-from paceline.training.capture.graph import Graph, compiler, find_obstacle
 from paceline.training.capture.captured import CapturedStep
+from paceline.training.capture.graph import Graph, compiler, find_obstacle
 from paceline.training.forward import check_values
 from paceline.training.step import Executor, TrainStep
 

@@ -62,7 +62,7 @@ def test_a_net_that_needs_the_usual_layout_keeps_it(how: str) -> None:
         task = replace(task, model=lambda: Flattens(how))
         trained = train_in(here, task, {"max_steps": 2, "global_batch": 16})
     assert trained.result.steps == 2
-    assert [note[:38] for note in trained.watcher.notes] == ["convolutions keep torch's usual layout"] * (how == "view")
+    assert [note[:40] for note in trained.watcher.notes] == ["convolutions keep torch's default layout"] * (how == "view")
 
 
 class Grows(nn.Module):

@@ -122,7 +122,7 @@ def test_how_parts_ran_before_makes_no_difference() -> None:
     together, in_turn = (alone(blobs(norm=True), parts_at_once=count, **options) for count in (0, 1))
     assert_close(together, in_turn)
     assert together.weights["1.num_batches_tracked"] == 10
-    assert together.watcher.notes == ["after step 3 each of the 4 parts trains by itself, averaged every 3 step(s)."]
+    assert together.watcher.notes == ["after step 3 each of the 4 parts trains by itself, averaged every 3 steps."]
 
 
 def test_averages_of_weights_move_with_the_parts_mean() -> None:

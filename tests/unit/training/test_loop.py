@@ -309,7 +309,7 @@ def test_an_accuracy_to_reach_where_there_is_none() -> None:
     def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
         return {"loss": classify()(model, batch[:2])["loss"]}
 
-    with pytest.raises(UsageError, match="this task reports loss, and no accuracy"):
+    with pytest.raises(UsageError, match="this task reports loss, but no accuracy"):
         alone(blobs(objective=objective), target_accuracy=0.5)
 
 

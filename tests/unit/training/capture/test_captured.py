@@ -21,8 +21,8 @@ from paceline.data.loaders import Inputs, map_tensors, tensors_in
 from paceline.dist.world import World, world
 from paceline.training import loop, tasks
 from paceline.training.build import Run, build
-from paceline.training.capture import graph
 from paceline.training.capture import captured as fast
+from paceline.training.capture import graph
 from paceline.training.step import TrainStep
 from paceline.training.task import classify
 

@@ -228,7 +228,7 @@ def test_another_torch_or_device_is_said(tmp_path: Path, monkeypatch: pytest.Mon
         one_run(tmp_path, fail_at=8, reduce="exact")
     monkeypatch.setattr("torch.__version__", "9.9.9")
     _, watcher, _ = one_run(tmp_path, resumes=True, reduce="exact")
-    assert any("this is torch 9.9.9 on CPU: from here on bits may differ" in note for note in watcher.notes)
+    assert any("this is torch 9.9.9 on CPU: bits may differ from here on" in note for note in watcher.notes)
 
 
 def test_a_folder_that_cannot_be_written_costs_no_run(tmp_path: Path) -> None:
@@ -277,5 +277,5 @@ def test_the_fast_step_matters_to_exact_bits_alone() -> None:
 
 
 def test_a_part_of_one_sample_is_explained() -> None:
-    with pytest.raises(UsageError, match="batch norm needs two a part"):
+    with pytest.raises(UsageError, match="batch norm needs at least two samples per part"):
         one_run(None, virtual_workers=4, global_batch=4)

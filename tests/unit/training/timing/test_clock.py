@@ -115,7 +115,7 @@ def test_the_last_gradient_is_stamped_within_the_backward_pass() -> None:
 
 def test_a_clock_that_is_off_keeps_nothing() -> None:
     clock = Clock(ALONE)
-    clock.on = False
+    clock.switch(False)
     clock.begin(0)
     clock.enter("forward")
     clock.end()

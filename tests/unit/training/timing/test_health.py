@@ -38,7 +38,7 @@ def test_verdicts(row: dict[str, Any], troubles: tuple[str, ...]) -> None:
 
 def test_the_line() -> None:
     parts = "80% compute, 5% communication, 5% waiting, 5% optimizer, 5% other"
-    assert describe(_row(), "images") == f"8,010 images/s; a step of 10000.0 ms is {parts}; 400 MiB a worker"
+    assert describe(_row(), "images") == f"8,010 images/s; a step of 10000.0 ms is {parts}; 400 MiB per worker"
     slow = _row(slowest=3, lag_s=2.0)
     assert "worker 3 is slowest, 2000.0 ms behind: look at its machine" in describe(slow, "images", ("straggler 3",))
     assert "it has more parts than others" in describe({**slow, "uneven": True}, "images", ("straggler 3",))

@@ -30,9 +30,7 @@ def test_an_exact_sum_is_waited_for_in_its_own_phase() -> None:
     workers = [[_step(ready, ("backward", 0.0, ready), ("reduce", ready, 10.0))] for ready in (4.0, 6.0)]
     timeline = make_timeline(workers, {**HOW, "reduce": "exact"})
     assert _lines(timeline, 0) == [("backward", 0, 4), ("waiting", 4, 6), ("communication", 6, 10)]
-    assert describe_timeline(timeline["paceline"]) == [
-        "an exact sum has no buckets: it is taken when the backward pass is over"
-    ]
+    assert describe_timeline(timeline["paceline"]) == ["an exact sum has no buckets: it starts when the backward pass is over"]
 
 
 def test_buckets_and_how_much_of_them_is_hidden() -> None:
@@ -48,7 +46,7 @@ def test_buckets_and_how_much_of_them_is_hidden() -> None:
     said = describe_timeline(timeline["paceline"])
     assert said[0].startswith("these steps were launched one by one")
     assert "bucket 0: 1.00 MiB, 2 tensors (b to a), ready 1000.00 ms" in said[1]
-    assert "75% of it behind the backward pass" in said[1]
+    assert "75% of it hidden" in said[1]
 
 
 def test_buckets_are_those_of_the_last_step() -> None:
