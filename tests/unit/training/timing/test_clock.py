@@ -13,7 +13,7 @@ from harness.training import ALONE, blobs, train_in
 from paceline.dist.world import World
 from paceline.records import COMPONENTS
 from paceline.training.timing import clock as timing
-from paceline.training.timing.clock import Clock, Timed, _own_parts, fill_up, split_steps
+from paceline.training.timing.clock import Clock, Timed, _own_components, fill_up, split_steps
 
 
 def _timed(*laps: tuple[str, float], ready: float | None = None, end: float) -> Timed:
@@ -22,19 +22,19 @@ def _timed(*laps: tuple[str, float], ready: float | None = None, end: float) -> 
 
 def test_what_follows_the_last_gradient_is_exposed() -> None:
     laps = [("other", 0.0), ("data", 1.0), ("forward", 3.0), ("backward", 6.0), ("update", 16.0), ("other", 18.0)]
-    assert _own_parts(_timed(*laps, ready=12.0, end=19.0)) == [2, 3, 6, 4, 2, 2, 12]
+    assert _own_components(_timed(*laps, ready=12.0, end=19.0)) == [2, 3, 6, 4, 2, 2, 12]
 
 
 def test_without_averaging_the_backward_pass_is_compute() -> None:
     laps = [("other", 0.0), ("data", 1.0), ("forward", 3.0), ("backward", 6.0), ("update", 16.0)]
-    assert _own_parts(_timed(*laps, end=18.0)) == [2, 3, 10, 0, 2, 1, 0]
+    assert _own_components(_timed(*laps, end=18.0)) == [2, 3, 10, 0, 2, 1, 0]
 
 
 def test_several_passes_and_an_exact_sum() -> None:
     """Only what comes after the last backward pass is averaging; a gradient of an earlier pass ends nothing."""
     laps = [("data", 0.0), ("forward", 1.0), ("backward", 3.0), ("data", 6.0), ("forward", 7.0), ("backward", 9.0)]
     timed = _timed(*laps, ("reduce", 12.0), ("update", 17.0), ready=5.0, end=18.0)
-    assert _own_parts(timed) == [2, 4, 6, 5, 1, 0, 12]
+    assert _own_components(timed) == [2, 4, 6, 5, 1, 0, 12]
 
 
 def test_one_workers_steps() -> None:
