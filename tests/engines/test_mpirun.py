@@ -6,13 +6,13 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from harness.engines import (
     INSTALL,
     PACELINE,
     TRAIN,
-    alive,
     check_apart,
     check_run,
     check_survived,
@@ -21,7 +21,7 @@ from harness.engines import (
     wait_for,
 )
 from harness.faults import FLAGS, TASK, fail_at, variables
-from harness.processes import children, run
+from harness.processes import alive, children, run
 
 pytestmark = [
     pytest.mark.mpirun,
@@ -54,7 +54,7 @@ def test_a_killed_worker_ends_the_job(runs: Path) -> None:
     try:
         wait_for(lambda: "Epoch = 2," in output.read_text(), 60, lambda: f"it does not train:\n{output.read_text()}")
         family = children(job.pid)
-        victim = next(pid for pid in family if b"OMPI_COMM_WORLD_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+        victim = next(pid for pid in family if psutil.Process(pid).environ().get("OMPI_COMM_WORLD_RANK") == "1")
         os.kill(victim, signal.SIGKILL)
         assert job.wait(30) != 0
         wait_for(lambda: not any(alive(pid) for pid in family), 10, lambda: f"left behind: {children(job.pid) or family}")

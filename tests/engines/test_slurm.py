@@ -82,7 +82,7 @@ def test_on_one_node_nobody_else_can_connect(slurm: Slurm, runs: Path) -> None:
     job = subprocess.Popen(["srun", "-N1", "-n2", *PACELINE, *endless], env=env, stdout=subprocess.PIPE)
 
     def look() -> bool:
-        seen.update(listening({*tagged(tag)} & {*tagged("\0SLURM_PROCID=")}))  # srun itself listens for its tasks
+        seen.update(listening({*tagged(tag)} & {*tagged("SLURM_PROCID=")}))  # srun itself listens for its tasks
         return any(path.stat().st_size for path in runs.glob("*/metrics.jsonl"))
 
     try:

@@ -103,14 +103,6 @@ def wait_for(condition: Callable[[], object], timeout_s: float, why: Callable[[]
         time.sleep(0.05)
 
 
-def alive(pid: int) -> bool:
-    """Whether a process still runs (one that ended and was not yet collected does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def free_ports(n: int) -> list[int]:
     """Ports that were free a moment ago."""
     sockets = [socket.socket() for _ in range(n)]

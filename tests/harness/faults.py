@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.processes import paceline
+from harness.processes import paceline, tagged
 from paceline import Arrays, Task, classify, models
 from paceline.data.augment import Images
 from paceline.training.step import Step
@@ -83,15 +83,8 @@ def samples_by_step(folder: Path = Path("seen")) -> dict[int, list[int]]:
 
 
 def left_behind() -> list[int]:
-    """Processes of runs in this folder that still run, whoever their parent is now."""
-    mine, found = f"{_SEEN}={Path('seen').resolve()}\0".encode(), []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mine in environ.read_bytes():  # empty for one that ended and was not yet collected
-                found.append(int(environ.parent.name))
-        except OSError:  # it ended while we looked, or belongs to somebody else
-            continue
-    return found
+    """Processes of runs in this folder that are still running, orphans included."""
+    return tagged(f"{_SEEN}={Path('seen').resolve()}")
 
 
 def _kill() -> None:

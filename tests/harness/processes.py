@@ -10,9 +10,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 def run_workers(function: Callable[..., Any], n: int, *args: Any, timeout_s: float = 90) -> list[Any]:
@@ -55,41 +57,32 @@ def run(command: list[str], env: Mapping[str, str] | None = None, timeout_s: flo
 
 
 def children(pid: int) -> dict[int, str]:
-    """All living descendants of a process, with their command lines."""
-    parents: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it ended while we looked
-            continue
-        if fields[0] != "Z":
-            parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    """All running descendants of a process, with their command lines."""
     found: dict[int, str] = {}
-    todo = list(parents.get(pid, []))
-    while todo:
-        child = todo.pop()
-        try:
-            command = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-        if not re.search("resource_tracker|forkserver", command):  # multiprocessing's own, for the life of the test process
-            found[child] = command
-        todo += parents.get(child, [])
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has just ended, or is a zombie
+                command = " ".join(child.cmdline())
+                if not re.search("resource_tracker|forkserver", command) and alive(child.pid):  # multiprocessing's own stay
+                    found[child.pid] = command
     return found
 
 
+def alive(pid: int) -> bool:
+    """Whether a process is running. A zombie is not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def tagged(tag: str) -> list[int]:
-    """Living processes that have this text in their environment, whoever their parent is."""
+    """Running processes with this text in an environment variable (`NAME=value`), orphans included."""
     found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if (
-                tag.encode() in environ.read_bytes()
-                and b"Z" not in (environ.parent / "stat").read_bytes().rpartition(b")")[2][:3]
-            ):
-                found.append(int(environ.parent.name))
-        except OSError:  # it ended while we looked, or belongs to somebody else
-            continue
+    for process in psutil.process_iter(["environ"]):  # no environment: a zombie, or another user's process
+        environ = process.info["environ"] or {}
+        if any(tag in f"{name}={value}" for name, value in environ.items()) and alive(process.pid):
+            found.append(process.pid)
     return found
 
 

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.engines import alive, free_ports, wait_for
-from harness.processes import children, run
+from harness.engines import free_ports, wait_for
+from harness.processes import alive, children, run
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo", "squeue", "scancel")
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where Debian puts the daemons; not every user's PATH has it

@@ -1,11 +1,9 @@
 """The world: who this worker is, on which device, talking through which backend. One frozen value, made once."""
 
-import fcntl
 import itertools
 import json
 import os
 import socket
-import struct
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -222,14 +220,13 @@ def describe_devices(world: World) -> str:
 
 def interfaces() -> dict[str, str]:
     """Network interfaces that have an IPv4 address, with the address."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                reply = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            except OSError:  # an interface without an address
-                continue
-            found[name] = socket.inet_ntoa(reply[20:24])
+    import psutil  # here: only `paceline doctor` and runs on several nodes need it, and importing it takes 20 ms
+
+    found: dict[str, str] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family == socket.AF_INET:
+                found.setdefault(name, each.address)
     return found
 
 

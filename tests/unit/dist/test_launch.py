@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines import alive, end_family, free_ports, wait_for
+from harness.engines import end_family, free_ports, wait_for
+from harness.processes import alive
 from paceline.config import Config
 from paceline.dist import launch as module
 from paceline.dist import restarts

@@ -4,7 +4,8 @@ import signal
 import subprocess
 import sys
 
-from harness.engines import alive, wait_for
+from harness.engines import wait_for
+from harness.processes import alive
 from paceline.dist.process import has_members, signal_name
 
 

@@ -1,7 +1,10 @@
 """Which network interface a worker's backends use."""
 
 import os
+import socket
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from paceline.dist import world as module
@@ -18,6 +21,20 @@ def unset(monkeypatch):
     yield
     for name in NAMES:
         os.environ.pop(name, None)
+
+
+def address(family, text):
+    return SimpleNamespace(family=family, address=text)
+
+
+def test_an_interface_is_listed_with_its_first_ipv4_address(monkeypatch):
+    found = {
+        "lo": [address(socket.AF_INET6, "::1"), address(socket.AF_INET, "127.0.0.1")],
+        "eth0": [address(socket.AF_INET, "192.0.2.1"), address(socket.AF_INET, "192.0.2.9")],
+        "ifb0": [address(socket.AF_PACKET, "2e:be:bc:93:3a:cb")],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    assert module.interfaces() == {"lo": "127.0.0.1", "eth0": "192.0.2.1"}
 
 
 def test_on_one_node_backends_keep_to_the_loopback(unset):
