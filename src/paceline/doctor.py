@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.data import fashion_mnist
-from paceline.dist.place import cores, read_place
+from paceline.dist.place import core_count, read_place
 from paceline.dist.process import python_command
 from paceline.dist.world import backends, interfaces
 from paceline.errors import PacelineError
@@ -115,7 +115,7 @@ def _backends() -> Iterator[Finding]:
 def _cores() -> Iterator[Finding]:
     threads = os.environ.get("OMP_NUM_THREADS")
     said = f", OMP_NUM_THREADS={threads}" if threads else ""
-    yield Finding("ok", "cores", f"{cores()} usable of {os.cpu_count()}{said}")
+    yield Finding("ok", "cores", f"{core_count()} usable of {os.cpu_count()}{said}")
 
 
 def _launcher() -> Iterator[Finding]:

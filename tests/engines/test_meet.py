@@ -70,13 +70,13 @@ def test_workers_started_again_do_not_read_what_the_dead_wrote() -> None:
     """torchrun keeps its store. The second worker is up before rank 0, and at first finds only the last attempt's name."""
     store = PrefixStore("torchrun", HashStore())
     with ThreadPoolExecutor() as pool:
-        first = [pool.submit(meet.meet_afresh, store, _place(rank, ""), _SOON) for rank in (0, 1)]
+        first = [pool.submit(meet.meet_in_launcher_store, store, _place(rank, ""), _SOON) for rank in (0, 1)]
         for each in first:
             each.result(timeout=60).set("address", "dead")
-        guest = pool.submit(meet.meet_afresh, store, _place(1, ""), _SOON)
+        guest = pool.submit(meet.meet_in_launcher_store, store, _place(1, ""), _SOON)
         with pytest.raises(TimeoutError):
             guest.result(timeout=0.3)
-        host = meet.meet_afresh(store, _place(0, ""), _SOON)
+        host = meet.meet_in_launcher_store(store, _place(0, ""), _SOON)
         assert not host.check(["address"])
         host.set("address", "alive")
         assert guest.result(timeout=60).get("address") == b"alive"
@@ -95,18 +95,18 @@ def test_a_row_full_of_strangers_is_one_line(row: list[int], stranger: socket.so
 def test_a_taken_master_port_is_one_line(stranger: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     port = stranger.getsockname()[1]
     monkeypatch.setenv("MASTER_PORT", str(port))
-    said = f"rank 0 cannot listen at 127.0.0.1:{port}: Address already in use; use another MASTER_PORT, or unset it"
+    said = f"rank 0 cannot listen at 127.0.0.1:{port}: Address already in use; choose another MASTER_PORT, or unset it"
     with pytest.raises(PacelineError, match=f"^{said}$"):
         meet.meet(_place(0, "ours"), _SOON)
 
 
 def test_a_missing_guest_is_one_line(row: list[int]) -> None:
-    with pytest.raises(PacelineError, match=r"rank 0 waited 1 s on 127\.0\.0\.1: 1 of 2 workers came"):
+    with pytest.raises(PacelineError, match=r"rank 0 waited 1 s on 127\.0\.0\.1: only 1 of 2 workers connected"):
         meet.meet(_place(0, "ours"), timedelta(seconds=1))
 
 
 def test_a_missing_rank_0_is_one_line(row: list[int]) -> None:
-    with pytest.raises(PacelineError, match=r"worker 1 found no rank 0 on 127\.0\.0\.1 within 1 s"):
+    with pytest.raises(PacelineError, match=r"worker 1 did not find rank 0 on 127\.0\.0\.1 within 1 s"):
         meet.meet(_place(1, "ours"), timedelta(seconds=1))
 
 

@@ -114,7 +114,7 @@ def _out_of_memory() -> None:
 
 def _stop() -> None:
     """What Slurm does to a job it preempts; to the launcher, where there is one."""
-    os.kill(os.getppid() if "PACELINE_REPORTS" in os.environ else os.getpid(), signal.SIGTERM)
+    os.kill(os.getppid() if "PACELINE_MESSAGES" in os.environ else os.getpid(), signal.SIGTERM)
     _wait_until_told()
 
 
@@ -228,7 +228,7 @@ def _watch(objective: Any) -> Any:
     Step.__call__ = watched_call  # type: ignore[method-assign]
     faults = [Fault(**fault) for fault in json.loads(os.environ[_FAULTS])]
     seen = os.open(Path(os.environ[_SEEN]) / f"{time.time_ns()}-{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    attempt = os.environ.get("PACELINE_REPORTS", str(os.getpid()))
+    attempt = os.environ.get("PACELINE_MESSAGES", str(os.getpid()))
     slow_s = float(os.environ[_SLOW])
 
     def watched(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:

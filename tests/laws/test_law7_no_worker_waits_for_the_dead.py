@@ -94,7 +94,7 @@ def write_task(kind: str, step: int = 3) -> str:
     [
         ("raise", "paceline: worker 1 failed first:", "ValueError: this is what went wrong"),
         ("data", "paceline: worker 1 failed first:", "OSError: no such disk"),
-        ("exit", "paceline: worker 1 ended with exit code 7 and left no report", ""),
+        ("exit", "paceline: worker 1 ended with exit code 7 and no error message", ""),
         ("exit 0", "paceline: worker 1 ended with exit code 0 before the run was done: does the task call sys.exit", ""),
         ("sys.exit", "paceline: sys.exit(0) was called in fail, line 19 of doomed.py: the run is not done", ""),
         ("terminate", "paceline: worker 1 was killed by SIGTERM", ""),

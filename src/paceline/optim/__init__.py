@@ -157,7 +157,7 @@ def make_optimizer(model: nn.Module, config: Config) -> Optimizer:
     optimizer = entry.make(model, config)
     for each in optimizer.inner if isinstance(optimizer, Paired) else (optimizer,):
         if isinstance(each, Flat):
-            each.records = False  # the loop records whole steps
+            each.uses_graph = False  # the loop records whole steps
     return optimizer
 
 

@@ -153,7 +153,7 @@ class Flat(Optimizer):
     """State with a value for each element."""
     values: ClassVar[tuple[str, ...]] = ()
     """State with one value a parameter."""
-    records: bool = True
+    uses_graph: bool = True
     """On a GPU, replay the step as a CUDA graph from its third call on: one launch. Set it to False where somebody else records
     whole training steps, as Paceline's own loop does."""
 
@@ -180,7 +180,7 @@ class Flat(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.records and self._replay():
+        if self.uses_graph and self._replay():
             return loss
         for group, packs in zip(self.param_groups, self._packs, strict=True):
             for pack in packs:
@@ -209,7 +209,7 @@ class Flat(Optimizer):
                         for pack in of_group:
                             self.update(pack, {**group, "lr": lr})
             except RuntimeError:  # whatever does not let itself be recorded: the plain step is there
-                self.records = False
+                self.uses_graph = False
                 return False
             record.graph, record.lrs = graph, lrs
         for pack in packs:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from paceline.dist import place as place_module
-from paceline.dist.place import Place, own_cores
-from paceline.dist.world import _own_cores
+from paceline.dist.place import Place, cores_for_worker
+from paceline.dist.world import _bound_to_cores
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,9 @@ def machine(monkeypatch):
 
 
 def shares(size, launcher="paceline", env=None):
-    return [own_cores(Place(local_rank=i, local_size=size, size=size, launcher=launcher), env or {}) for i in range(size)]
+    return [
+        cores_for_worker(Place(local_rank=i, local_size=size, size=size, launcher=launcher), env or {}) for i in range(size)
+    ]
 
 
 @pytest.mark.parametrize("launcher", ["paceline", "torchrun", "srun", "mpirun"])
@@ -114,10 +116,10 @@ def other_thread():
 @pytest.mark.parametrize("fails", [False, True])
 def test_all_threads_are_bound_while_the_world_lasts(monkeypatch, fails):
     before, bound = os.sched_getaffinity(0), {max(os.sched_getaffinity(0))}
-    monkeypatch.setattr("paceline.dist.world.own_cores", lambda place: frozenset(bound))
+    monkeypatch.setattr("paceline.dist.world.cores_for_worker", lambda place: frozenset(bound))
     end, later = threading.Event(), None
     try:
-        with _own_cores(Place(local_size=2), CPU) as usable:
+        with _bound_to_cores(Place(local_size=2), CPU) as usable:
             assert usable == before
             later = threading.Thread(target=end.wait)  # one that is started meanwhile, and lives on
             later.start()
@@ -133,6 +135,6 @@ def test_all_threads_are_bound_while_the_world_lasts(monkeypatch, fails):
 
 
 def test_a_gpu_worker_is_left_alone(monkeypatch):
-    monkeypatch.setattr("paceline.dist.world.own_cores", lambda place: pytest.fail("asked for its cores"))
-    with _own_cores(Place(local_size=2), torch.device("cuda")) as usable:
+    monkeypatch.setattr("paceline.dist.world.cores_for_worker", lambda place: pytest.fail("asked for its cores"))
+    with _bound_to_cores(Place(local_size=2), torch.device("cuda")) as usable:
         assert usable is None

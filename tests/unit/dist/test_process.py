@@ -6,18 +6,18 @@ import sys
 
 from harness.engines import wait_for
 from harness.processes import alive
-from paceline.dist.process import has_members, signal_name
+from paceline.dist.process import group_is_running, signal_name
 
 
 def test_a_group_has_members_while_one_of_them_runs():
     """A zombie is none: the launcher would wait for it in vain where process 1 collects nobody."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
-    assert has_members(child.pid)
+    assert group_is_running(child.pid)
     child.kill()
     wait_for(lambda: not alive(child.pid), 10, lambda: "the child still runs")
-    assert not has_members(child.pid)
+    assert not group_is_running(child.pid)
     child.communicate()
-    assert not has_members(child.pid)
+    assert not group_is_running(child.pid)
 
 
 def test_signals_have_names():

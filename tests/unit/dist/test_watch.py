@@ -1,4 +1,4 @@
-"""Hangs are told with where, wishes to stop are noted and kept within their grace, and nothing is left behind."""
+"""Hangs are shown with their stack, requests to stop are kept within the grace period, and nothing is left behind."""
 
 import os
 import signal
@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from paceline.dist import messages as reports
-from paceline.dist.messages import ask_to_stop, read_reports
+from paceline.dist import messages
+from paceline.dist.messages import ask_to_stop, read_failures
 from paceline.dist.watch import PHASES, Watch
 
 BEGIN = """
@@ -24,14 +24,14 @@ def stuck():
     time.sleep(100)
 
 """
-OURS = "watch.claim_process()\n"
+OURS = "watch.mark_own_process()\n"
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 
 
 @pytest.fixture
 def start(monkeypatch):
     """Start a Python program with a watch in it; what still runs at the end is killed."""
-    monkeypatch.delenv("PACELINE_REPORTS", raising=False)
+    monkeypatch.delenv("PACELINE_MESSAGES", raising=False)
     started = []
 
     def begin(body, env=None):
@@ -47,15 +47,15 @@ def start(monkeypatch):
 
 def test_a_worker_that_stands_still_says_where(start, tmp_path):
     process = start(
-        "with Watch(1, 0.5, 20) as watch:\n    watch.mark(57, 'forward'); stuck()", TWO | {"PACELINE_REPORTS": str(tmp_path)}
+        "with Watch(1, 0.5, 20) as watch:\n    watch.mark(57, 'forward'); stuck()", TWO | {"PACELINE_MESSAGES": str(tmp_path)}
     )
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (1, "")
-    (report,) = read_reports(tmp_path)
-    lines = report.text.splitlines()
+    (failure,) = read_failures(tmp_path)
+    lines = failure.text.splitlines()
     assert lines[0] == "worker 1 hung: no progress for 0.5 s at step 57, in forward"
-    assert lines[-1].strip() == "time.sleep(100)" or "in stuck" in lines[-1], report.text
-    assert (report.rank, report.exit_code, report.lost_contact, report.waited) == (1, 1, False, False)
+    assert lines[-1].strip() == "time.sleep(100)" or "in stuck" in lines[-1], failure.text
+    assert (failure.rank, failure.exit_code, failure.lost_contact, failure.waited) == (1, 1, False, False)
 
 
 def test_without_a_launcher_it_says_so_itself(start):
@@ -100,14 +100,14 @@ def test_the_command_line_says_that_it_is_ours(start):
 
 
 def test_a_worker_that_may_wait_for_another_speaks_after_it(start, tmp_path):
-    where = {"PACELINE_REPORTS": str(tmp_path)}
+    where = {"PACELINE_MESSAGES": str(tmp_path)}
     waiting = start("with Watch(1, 0.5, 20) as watch:\n    watch.mark(57, 'reduce'); stuck()", TWO | where)
     assert waiting.stdout.readline() == "stuck\n"
     hanging = start("with Watch(0, 0.5, 20) as watch:\n    watch.mark(57, 'forward'); stuck()", TWO | {"RANK": "0"} | where)
     for process in (waiting, hanging):
         process.communicate(timeout=60)
         assert process.returncode == 1
-    hung, waited = read_reports(tmp_path)
+    hung, waited = read_failures(tmp_path)
     assert waited.text.startswith("worker 1 waited 0.5 s for another worker at step 57, in reduce\n")
     assert (waited.lost_contact, waited.waited) == (True, True)
     assert (hung.lost_contact, hung.text.startswith("worker 0 hung")) == (False, True)
@@ -210,7 +210,7 @@ def test_after_the_grace_a_callers_own_program_is_only_interrupted(number, name,
     out, err = process.communicate(timeout=60)
     assert out.removeprefix("stuck\n") == f"{name}\nclosed\n"
     assert (process.returncode, err.count("\n")) == (0, 1)
-    assert err.endswith(": it is interrupted\n")
+    assert err.endswith(": interrupting it\n")
 
 
 UNWINDS = """
@@ -232,7 +232,7 @@ def test_after_the_grace_our_own_command_line_unwinds_before_it_ends(number, cod
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (code, f"{name}\n")
-    assert err.splitlines()[1].endswith(": it ends now")
+    assert err.splitlines()[1].endswith(": ending it now")
 
 
 def test_a_callers_own_program_is_not_ended_while_it_unwinds(start):
@@ -264,7 +264,7 @@ def test_asked_to_stop_it_does_not_wait_for_one_that_is_gone(phase, start):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (143, "")
-    assert err == f"paceline: worker 1 was asked to stop and is stuck at step 0, in {phase}: it ends now\n"
+    assert err == f"paceline: worker 1 was asked to stop and is stuck at step 0, in {phase}: ending it now\n"
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_a_worker_of_our_launcher_dies_at_once_and_learns_of_a_stop_from_it(star
     process = start(
         "with Watch(0, 60, 60) as watch:\n    print(repr(watch.stop), flush=True)\n"
         "    while not watch.stop:\n        time.sleep(0.01)\n    print(watch.stop, flush=True)\n    stuck()",
-        {"PACELINE_REPORTS": str(tmp_path)},
+        {"PACELINE_MESSAGES": str(tmp_path)},
     )
     assert process.stdout.readline() == "''\n"
     ask_to_stop(tmp_path, "Ctrl-C")
@@ -340,7 +340,7 @@ def test_children_of_the_worker_keep_their_signals(start):
 
 
 def test_all_is_as_before(monkeypatch):
-    monkeypatch.delenv("PACELINE_REPORTS", raising=False)
+    monkeypatch.delenv("PACELINE_MESSAGES", raising=False)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers, files = [signal.getsignal(number) for number in numbers], len(os.listdir("/proc/self/fd"))
     with Watch(0, 60, 60) as watch:
@@ -355,7 +355,7 @@ def test_all_is_as_before(monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_that_is_ignored_stays_ignored(number, monkeypatch):
     """A shell's background job ignores Ctrl-C, nohup SIGHUP."""
-    monkeypatch.delenv("PACELINE_REPORTS", raising=False)
+    monkeypatch.delenv("PACELINE_MESSAGES", raising=False)
     handler = signal.signal(number, signal.SIG_IGN)
     try:
         with Watch(0, 60, 60):
@@ -365,7 +365,7 @@ def test_a_signal_that_is_ignored_stays_ignored(number, monkeypatch):
 
 
 def test_off_the_main_thread_there_are_no_handlers(monkeypatch):
-    monkeypatch.delenv("PACELINE_REPORTS", raising=False)
+    monkeypatch.delenv("PACELINE_MESSAGES", raising=False)
     handlers, seen = [signal.getsignal(signal.SIGINT)], []
 
     def work():
@@ -381,9 +381,9 @@ def test_off_the_main_thread_there_are_no_handlers(monkeypatch):
 
 def test_the_loop_asks_no_file(tmp_path, monkeypatch):
     """A `stat` a step would be 5 microseconds on the thread that trains."""
-    monkeypatch.setenv("PACELINE_REPORTS", str(tmp_path))
+    monkeypatch.setenv("PACELINE_MESSAGES", str(tmp_path))
     readers = []
-    monkeypatch.setattr(reports, "read_stop", lambda where: readers.append(threading.current_thread().name) or "SIGTERM")
+    monkeypatch.setattr(messages, "read_stop", lambda where: readers.append(threading.current_thread().name) or "SIGTERM")
     with Watch(0, 60, 60) as watch:
         while not watch.stop:
             time.sleep(0.01)
@@ -391,8 +391,8 @@ def test_the_loop_asks_no_file(tmp_path, monkeypatch):
 
 
 def test_why_a_run_stops_is_known_before_the_thread_has_looked(tmp_path, monkeypatch):
-    """Another worker may have looked first, and its wish to stop reaches this one with the step's metrics."""
-    monkeypatch.setenv("PACELINE_REPORTS", str(tmp_path))
+    """Another worker may have seen it first: its request reaches this one with the step's metrics."""
+    monkeypatch.setenv("PACELINE_MESSAGES", str(tmp_path))
     watch = Watch(0, 60, 60)
     assert watch.why_stop() == ""
     ask_to_stop(tmp_path, "SIGHUP")

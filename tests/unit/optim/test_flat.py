@@ -435,7 +435,7 @@ def test_a_recorded_step_is_the_plain_one(kind, monkeypatch):
         found = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(2, 2))]
         groups = [{"params": found[:2], "weight_decay": 0.01}, {"params": found[2:], "weight_decay": 0.0}]
         optimizer = kind(groups, lr=0.1)
-        optimizer.records = records
+        optimizer.uses_graph = records
         for step in range(14):
             for parameter in found:
                 parameter.grad = torch.randn_like(parameter)
