@@ -173,7 +173,7 @@ def test_a_class_by_itself_replays_its_own_graph(kind: type[Flat]) -> None:
         torch.manual_seed(0)
         parameters = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((16, 3, 3, 3), (32, 16), (32, 16))]
         optimizer = kind(parameters, lr=0.01)
-        optimizer.records = records
+        optimizer.uses_graph = records
         for step in range(6):
             source = torch.Generator("cuda").manual_seed(step)
             for parameter in parameters:
