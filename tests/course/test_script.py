@@ -88,7 +88,7 @@ def test_patience_and_target(runs: Path) -> None:
         (("--batch-size", "-1"), "--batch-size is -1: it must be at least 1"),
         (("--epochs", "x"), "argument --epochs: invalid int value: 'x'"),
         (("--model", "cn", "--epochs", "1"), "unknown model 'cn': did you mean 'cnn'?"),
-        (("--num-nodes", "2", "--epochs", "1"), "needs to know where node 0 is"),
+        (("--num-nodes", "2", "--epochs", "1"), "needs the address of node 0"),
     ],
 )
 def test_mistakes_are_one_line(args: tuple[str, ...], words: str, runs: Path) -> None:

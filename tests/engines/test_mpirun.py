@@ -1,4 +1,4 @@
-"""Open MPI's mpirun: its tasks meet with no address or port passed on, and a lost one ends the job."""
+"""Open MPI's mpirun: its tasks meet without a given address or port, and a lost one ends the job."""
 
 import os
 import shutil
@@ -6,13 +6,13 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from harness.engines import (
     INSTALL,
     PACELINE,
     TRAIN,
-    alive,
     check_apart,
     check_run,
     check_survived,
@@ -21,16 +21,16 @@ from harness.engines import (
     wait_for,
 )
 from harness.faults import FLAGS, TASK, fail_at, variables
-from harness.processes import children, run
+from harness.processes import alive, children, run
 
 pytestmark = [
     pytest.mark.mpirun,
-    pytest.mark.skipif(shutil.which("mpirun") is None, reason=f"Open MPI's mpirun is not here: {INSTALL}"),
+    pytest.mark.skipif(shutil.which("mpirun") is None, reason=f"Open MPI's mpirun is not installed: {INSTALL}"),
 ]
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
 _GRACE = ("--mca", "odls_base_sigkill_timeout", "3")
-"""On SIGTERM mpirun waits so many seconds, passes it on, and sends SIGKILL as many seconds later (1 unless told)."""
+"""On SIGTERM mpirun waits this many seconds, passes it on, and sends SIGKILL after the same time again (default 1)."""
 
 
 def test_mpirun_starts_one_world(runs: Path, model: str) -> None:
@@ -54,7 +54,7 @@ def test_a_killed_worker_ends_the_job(runs: Path) -> None:
     try:
         wait_for(lambda: "Epoch = 2," in output.read_text(), 60, lambda: f"it does not train:\n{output.read_text()}")
         family = children(job.pid)
-        victim = next(pid for pid in family if b"OMPI_COMM_WORLD_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+        victim = next(pid for pid in family if psutil.Process(pid).environ().get("OMPI_COMM_WORLD_RANK") == "1")
         os.kill(victim, signal.SIGKILL)
         assert job.wait(30) != 0
         wait_for(lambda: not any(alive(pid) for pid in family), 10, lambda: f"left behind: {children(job.pid) or family}")
@@ -69,7 +69,7 @@ def test_a_stopped_mpirun_is_resumed(runs: Path, uninterrupted: str) -> None:
     train = ["train", TASK, *FLAGS, "--name", "x", "--checkpoint-every", "1000"]  # so that only the stop writes one
     done = run([*MPIRUN, *_GRACE, *PACELINE, *train], env=env, timeout_s=60)
     assert done.returncode == 1, "mpirun's own code when it gets a signal"
-    assert done.stderr.count("stopped by SIGTERM after step") == 1, done.stderr  # rank 0 speaks
+    assert done.stderr.count("stopped by SIGTERM after step") == 1, done.stderr  # only rank 0 prints
     done = run([*MPIRUN[:-1], "3", *PACELINE, *train, "--resume"], env=variables(), timeout_s=60)
     assert done.returncode == 0, done.stderr
     check_survived(runs / "x", uninterrupted, [3])

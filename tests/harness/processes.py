@@ -1,4 +1,4 @@
-"""Real processes for tests: workers in one world, and the command line."""
+"""Start real processes in tests: workers of one world, and the command line."""
 
 import faulthandler
 import multiprocessing
@@ -10,17 +10,19 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 def run_workers(function: Callable[..., Any], n: int, *args: Any, timeout_s: float = 90) -> list[Any]:
     """Call `function(world, *args)` in n new workers of one gloo world; returns every worker's result.
 
     They meet in a file, not at a port, and use one thread each. The first failure ends the others and is raised here with its
-    traceback; a hang fails too, with every worker's stack on stderr. They are forked from a process that has done nothing but
-    import: a worker starts in a tenth of the time.
+    traceback. A hang is a failure too, with every worker's stack on stderr. Workers are forked from a process that has only
+    imported modules, so they start in a tenth of the time.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "paceline.training.run", "pytest"])
@@ -48,48 +50,39 @@ def paceline(*args: str, env: Mapping[str, str] | None = None, timeout_s: float 
 
 
 def run(command: list[str], env: Mapping[str, str] | None = None, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, output captured."""
+    """Run a command to its end and capture its output."""
     return subprocess.run(
         command, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout_s, check=False
     )
 
 
 def children(pid: int) -> dict[int, str]:
-    """All living descendants of a process, with their command lines."""
-    parents: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it ended while we looked
-            continue
-        if fields[0] != "Z":
-            parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    """All running descendants of a process, with their command lines."""
     found: dict[int, str] = {}
-    todo = list(parents.get(pid, []))
-    while todo:
-        child = todo.pop()
-        try:
-            command = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-        if not re.search("resource_tracker|forkserver", command):  # multiprocessing's own, for the life of the test process
-            found[child] = command
-        todo += parents.get(child, [])
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has just ended, or is a zombie
+                command = " ".join(child.cmdline())
+                if not re.search("resource_tracker|forkserver", command) and alive(child.pid):  # multiprocessing's own stay
+                    found[child.pid] = command
     return found
 
 
+def alive(pid: int) -> bool:
+    """Whether a process is running. A zombie is not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def tagged(tag: str) -> list[int]:
-    """Living processes that have this text in their environment, whoever their parent is."""
+    """Running processes with this text in an environment variable (`NAME=value`), orphans included."""
     found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if (
-                tag.encode() in environ.read_bytes()
-                and b"Z" not in (environ.parent / "stat").read_bytes().rpartition(b")")[2][:3]
-            ):
-                found.append(int(environ.parent.name))
-        except OSError:  # it ended while we looked, or belongs to somebody else
-            continue
+    for process in psutil.process_iter(["environ"]):  # no environment: a zombie, or another user's process
+        environ = process.info["environ"] or {}
+        if any(tag in f"{name}={value}" for name, value in environ.items()) and alive(process.pid):
+            found.append(process.pid)
     return found
 
 
@@ -125,7 +118,7 @@ def _worker(
     rank, size, store, environ, timeout_s = settings
     os.environ.clear()
     os.environ.update(environ)
-    multiprocessing.set_start_method("fork", force=True)  # or its loader would start a server that outlives it
+    multiprocessing.set_start_method("fork", force=True)  # otherwise its loader would start a fork server that outlives it
     faulthandler.dump_traceback_later(max(1, timeout_s - 5), exit=False)
     import torch
     import torch.distributed as dist

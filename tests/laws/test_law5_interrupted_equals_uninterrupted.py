@@ -105,11 +105,11 @@ def test_stopped_and_resumed_on_other_numbers_of_workers(runs: Path, uninterrupt
 
 
 def test_on_fewer_workers_when_a_device_is_gone(runs: Path, uninterrupted: Path) -> None:
-    """Worker 2 of 3 fails whenever it reaches step 5: after the second time its device counts as gone."""
+    """Worker 2 of 3 fails whenever it reaches step 5: after the second time its device is no longer used."""
     flags = ["--workers", "3", "--name", "x", "--max-restarts", "3"]
     done = train_with([fail_at(2, 5, "kill", once=False)], *flags, "--min-workers", "2")
     assert done.returncode == 0, done.stderr
-    assert "restart 2 of 3 on 2 workers: worker 2's device counts as gone" in done.stderr
+    assert "restart 2 of 3 on 2 workers: worker 2's device failed twice and is no longer used" in done.stderr
     assert facts(runs / "x") == facts(uninterrupted)
     assert_every_sample_once()
 

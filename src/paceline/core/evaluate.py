@@ -43,7 +43,7 @@ def mean_over_workers(chunks: Chunks, names: tuple[str, ...], rows: Sequence[Ten
     `rows` has one tensor per chunk of this worker: one row per metric, one column per sample.
     """
     world = chunks.world
-    expected = tuple(world.share(names))  # a worker without a chunk has no names
+    expected = tuple(world.broadcast(names))  # a worker without a chunk has no names
     check_names(names or expected, expected)
     table = torch.zeros(len(expected), chunks.samples, device=world.device)
     for chunk, values in zip(chunks.mine, rows, strict=True):

@@ -1,5 +1,5 @@
-"""Processes and worlds: who is a worker, how workers start, meet, are watched and end.
+"""Processes and worlds: how workers start, find each other, are watched and end.
 
-Owns the rank variables (`place.py` is their only reader), process groups and the launcher.
+Owns the rank variables (only `place.py` reads them), process groups and the launcher.
 May import: config, records, files, errors. Start reading at `world.py`, then `launch.py`.
 """

@@ -1,8 +1,8 @@
-"""Run one node's workers through torch elastic, and record how each of them ended.
+"""Run one node's workers with torch elastic and record how each one ended.
 
-The nodes meet in a store that node 0 hosts on one address; on a single node that is the loopback. elastic's default rendezvous
-(c10d) is not used: it unpickles what it reads from a store that listens on every interface, so anyone who can reach that port
-can run code here. What this agent and its workers read from the store is JSON and plain text.
+The nodes meet in a store that node 0 hosts on one address: the loopback if there is only one node. elastic's default rendezvous
+(c10d) is not used, because it unpickles what it reads from a store that listens on every interface: anyone who can reach that
+port can run code here. This agent and its workers read only JSON and plain text from the store.
 """
 
 import uuid
@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from paceline.dist.store import host_store, why_not
+from paceline.dist.store import host_store, os_error_text
 from paceline.errors import PacelineError
 
 
@@ -38,13 +38,13 @@ class Exits:
     """How a node's workers ended."""
 
     codes: dict[int, int]
-    """Exit codes by rank; a negative signal number if a signal killed the worker."""
+    """Exit code by rank; the negative signal number if a signal killed the worker."""
     terminated: frozenset[int]
-    """Workers that were still running when another one failed, and were ended for that reason."""
+    """Workers that were ended because another one failed."""
 
 
 def run_workers(command: Sequence[str], workers: int, meeting: Meeting, logs: Path, kill_after_s: int) -> Exits:
-    """Run `command` once per worker until all have ended; when one fails, end the others."""
+    """Run `command` once per worker until all have ended. If one fails, end the others."""
     spec = WorkerSpec(
         role="worker",
         local_world_size=workers,
@@ -61,7 +61,7 @@ def run_workers(command: Sequence[str], workers: int, meeting: Meeting, logs: Pa
 
 
 class _Agent(LocalElasticAgent):
-    """elastic's agent does not say which workers exited on their own and which it ended; this one does."""
+    """elastic's agent, extended to tell workers that exited on their own from workers that it ended."""
 
     kill_after_s = 30
 
@@ -71,12 +71,12 @@ class _Agent(LocalElasticAgent):
         context: Any = self._pcontext
         close = context.close
 
-        def note_and_close(death_sig: Any = None, timeout: int = 30) -> None:
+        def close_after_reading_exits(death_sig: Any = None, timeout: int = 30) -> None:
             if self._before is None:
                 self._before = self._ended()
-            close(death_sig, self.kill_after_s)  # elastic's own setting for this timeout is ignored when a worker fails
+            close(death_sig, self.kill_after_s)  # elastic ignores its own setting for this timeout when a worker fails
 
-        context.close = note_and_close
+        context.close = close_after_reading_exits
         return started
 
     def exits(self) -> Exits:
@@ -90,7 +90,7 @@ class _Agent(LocalElasticAgent):
 
 
 class _Rendezvous(RendezvousHandler):
-    """The nodes are known from the start, so they only need a store. Their workers use it, too."""
+    """The nodes are known from the start, so all they need is a store. Their workers use it too."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
@@ -107,7 +107,9 @@ class _Rendezvous(RendezvousHandler):
                 store = host_store(here.host, here.port, here.nodes, timeout)
             except OSError as error:
                 where = f"{here.host}:{here.port}"
-                raise PacelineError(f"node 0 cannot listen at {where}: {why_not(error)}; use another --rendezvous") from error
+                raise PacelineError(
+                    f"node 0 cannot listen at {where}: {os_error_text(error)}; choose another --rendezvous"
+                ) from error
         else:
             store = TCPStore(here.host, here.port, here.nodes, is_master=False, timeout=timeout)
         info = RendezvousStoreInfo(here.host, store.port)

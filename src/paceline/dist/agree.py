@@ -1,6 +1,6 @@
-"""Do all workers hold the same weights? (law 6)
+"""Check that all workers hold the same weights (law 6).
 
-Each tensor gets a 64-bit fingerprint of its bits, computed where it lies; workers compare fingerprints, a few bytes a tensor.
+Each tensor gets a 64-bit fingerprint of its bits, computed on its own device. Workers exchange only these: 8 bytes per tensor.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,13 +12,15 @@ from torch import Tensor
 from paceline.dist.world import World
 from paceline.errors import WorkersDisagree
 
-_CHUNK = 1 << 22  # elements at a time on a GPU: the int64 copy of a chunk is 32 MiB, whatever the tensor
-_CPU_CHUNK = 1 << 16  # ... on a CPU, where 512 KiB stay in its cache: larger ones, a page fault every 4 KiB, take 4 times that
+_CHUNK = 1 << 22  # elements at a time on a GPU: the int64 copy of a chunk takes 32 MiB, however large the tensor
+_CPU_CHUNK = (
+    1 << 16
+)  # ... on a CPU: 512 KiB stay in its cache. Larger chunks, with a page fault every 4 KiB, take 4 times as long
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> Tensor:
-    """One int64 a tensor: the sum of its bits, each element times an odd number of its own, modulo 2^64. No host sync."""
+    """One int64 per tensor: the sum over elements of (bits x an odd number for this position), modulo 2^64. No host sync."""
     return torch.stack([_fingerprint(tensor) for tensor in tensors])
 
 
@@ -26,7 +28,7 @@ _WHY = "something changes weights outside the optimizer, or a device is faulty"
 
 
 def check_agreement(tensors: Mapping[str, Tensor], world: World, when: str, why: str = _WHY) -> None:
-    """Raise WorkersDisagree on every worker if any tensor differs between any two. Every worker reaches this."""
+    """Raise WorkersDisagree on every worker if any tensor differs between workers. Collective: call on every rank."""
     if world.size == 1 or not tensors:
         return
     table = torch.zeros(world.size, len(tensors), dtype=torch.int64, device=world.device)
@@ -42,13 +44,16 @@ def check_agreement(tensors: Mapping[str, Tensor], world: World, when: str, why:
         )
 
 
-def agreed(world: World, why: str) -> str:
-    """`why` not, or that another worker has a reason; "" where none has. Every worker reaches this."""
+def any_reason(world: World, reason: str) -> str:
+    """This worker's `reason` against something, or "another worker cannot" if only another has one; "" if none has.
+
+    All workers then decide alike. Collective: call on every rank.
+    """
     if world.size == 1:
-        return why
-    refused = torch.tensor(int(bool(why)), device=world.device)
+        return reason
+    refused = torch.tensor(int(bool(reason)), device=world.device)
     dist.all_reduce(refused, dist.ReduceOp.MAX)
-    return why or ("another worker cannot" if int(refused) else "")
+    return reason or ("another worker cannot" if int(refused) else "")
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Start local workers through torch elastic, end them all when one fails (law 7), and start again where that is asked for.
+"""Start local workers with torch elastic, end them all when one fails (law 7), and restart them if `--max-restarts` allows it.
 
-A worker is the same command once more (`python -m paceline train ...`) with a rank in its environment. Each runs in a session
-of its own, so that Ctrl-C reaches only the launcher, which asks them to stop and ends those that do not. What they tell each
-other is in `reports.py`, who takes part in the next attempt in `restarts.py`.
+A worker runs the same command again (`python -m paceline train ...`) with a rank in its environment. Each has its own session,
+so Ctrl-C reaches only the launcher, which asks the workers to stop and ends those that do not. `messages.py` has what launcher
+and workers tell each other, `restarts.py` chooses the workers of the next attempt.
 """
 
 import gc
@@ -23,22 +23,22 @@ from typing import TYPE_CHECKING
 
 from paceline.config import Config
 from paceline.dist.messages import (
-    Report,
+    Failure,
     ask_to_stop,
     first_failure,
-    folder,
     headline,
     is_lost_contact,
-    read_begun,
-    read_record,
-    read_reports,
+    launcher_folder,
+    read_failures,
+    read_record_path,
+    read_started,
     read_stop,
     read_unfinished,
-    report_begun,
+    send_started,
 )
-from paceline.dist.place import REPORTS_VARIABLE, check_port, threads_per_worker
-from paceline.dist.process import die_with_parent, has_members, let_go_of_terminal, python_command
-from paceline.dist.restarts import Crew, Failure, command_again, newest_checkpoint, next_crew
+from paceline.dist.place import MESSAGES_VARIABLE, check_port, threads_per_worker
+from paceline.dist.process import die_with_parent, drop_closed_terminal, group_is_running, python_command
+from paceline.dist.restarts import Crew, FailedAttempt, newest_checkpoint, next_crew, restart_command
 from paceline.errors import UsageError
 from paceline.loading import resume_collector
 from paceline.output import is_terminal, warn
@@ -47,13 +47,13 @@ if TYPE_CHECKING:  # it imports torch
     from paceline.dist.agent import Exits, Meeting
 
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
-STOPPED = 143  # ... and by SIGTERM; a run that SIGHUP stopped uses it, too
+STOPPED = 143  # ... and by SIGTERM; also used after SIGHUP
 STOPPING = "paceline: stopping after this step (Ctrl-C again to stop now)"
 
 _AGENT_VARIABLE = "PACELINE_AGENT"
 _KILL_AFTER_S = 5  # from SIGTERM to SIGKILL
-_LEFT_S = 2.0  # after success, for what workers started: to end on its own, and again after SIGTERM
-_NOT_WORTH_ANOTHER = (0, 2, 3)  # done, the user's mistake, diverged: the next attempt would end in the same way
+_LEFT_S = 2.0  # after success, how long processes that workers started may take to end: on their own, then after SIGTERM
+_FINAL_EXIT_CODES = (0, 2, 3)  # done, the user's mistake, diverged: a restart would end the same way
 
 
 @dataclass(frozen=True)
@@ -61,47 +61,47 @@ class Outcome:
     """How a launch ended."""
 
     exit_code: int
-    report: Report | None = None
-    """Who failed first. None where all went well or the launch was asked to stop (INTERRUPTED or STOPPED)."""
+    failure: Failure | None = None
+    """The first failure. None after success, and if the launch was asked to stop (INTERRUPTED or STOPPED)."""
     record: Path | None = None
-    """Where rank 0 was writing its record, if it came that far."""
+    """Where rank 0 was writing its record, if it had one yet."""
     why: str = ""
     """Why it stopped, if it was asked to: "Ctrl-C", or the signal's name."""
 
 
 def launch(command: Sequence[str], config: Config) -> Outcome:
-    """Run `python -m paceline COMMAND` as `config.workers` local workers, up to 1 + `config.max_restarts` times, to the end."""
+    """Run `python -m paceline COMMAND` as `config.workers` local workers, with up to `config.max_restarts` restarts."""
     command, crew = list(command), Crew(config.workers or 1)
     record, before = None, None
-    with _wish_to_stop() as wish, tempfile.TemporaryDirectory(prefix="paceline-") as place:
+    with _catch_stop_signals() as request, tempfile.TemporaryDirectory(prefix="paceline-") as place:
         for restart in range(1, config.max_restarts + 2):
-            reports = Path(place) / str(restart)
-            reports.mkdir()
-            outcome = _attempt(command, crew, config, reports, wish)
+            folder = Path(place) / str(restart)
+            folder.mkdir()
+            outcome = _attempt(command, crew, config, folder, request)
             record = outcome.record or record
             outcome = replace(outcome, record=record)
-            report = outcome.report
-            if report is None or report.exit_code in _NOT_WORTH_ANOTHER or restart > config.max_restarts:
+            failure = outcome.failure
+            if failure is None or failure.exit_code in _FINAL_EXIT_CODES or restart > config.max_restarts:
                 break
-            after = Failure(report.rank, newest_checkpoint(record))
+            after = FailedAttempt(failure.rank, newest_checkpoint(record))
             last, (crew, why) = crew, next_crew(crew, before, after, config)
             if crew.workers < (config.min_workers or 1):
                 left = f"{crew.workers} device{'s' * (crew.workers != 1)} left, fewer than --min-workers {config.min_workers}"
-                outcome = replace(outcome, report=replace(report, text=f"{report.text}\nnot restarted: {left}"))
+                outcome = replace(outcome, failure=replace(failure, text=f"{failure.text}\nnot restarted: {left}"))
                 break
-            before = after if crew == last else None  # ranks move up when one is taken out
+            before = after if crew == last else None  # without one worker, the ranks above it move down
             total = crew.workers * config.nodes
-            said = f"restart {restart} of {config.max_restarts} on {total} worker{'s' * (total > 1)}{why}"
-            warn(f"paceline: {report.text.splitlines()[0]}; {said}")
-            command = command_again(command, crew, config, record)
+            news = f"restart {restart} of {config.max_restarts} on {total} worker{'s' * (total > 1)}{why}"
+            warn(f"paceline: {failure.text.splitlines()[0]}; {news}")
+            command = restart_command(command, crew, config, record)
             if config.nodes > 1:
-                _meet_anew(config)
+                _leave_old_meeting(config)
     return outcome
 
 
 @dataclass
-class Wish:
-    """What the signals that reached the launcher ask for."""
+class StopRequest:
+    """What the signals that the launcher received ask for."""
 
     why: str = ""
     exit_code: int = 0
@@ -109,134 +109,135 @@ class Wish:
 
 
 def start_as_worker() -> None:
-    """First thing in a process the launcher started: die with the launcher, and at once when asked to."""
-    where = folder()
+    """Call first in a process that may be a worker of our launcher: it then dies with the launcher, and at once on signals."""
+    where = launcher_folder()
     if where is None:
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an interrupted import
     die_with_parent(int(os.environ.get(_AGENT_VARIABLE, "0")))  # a launcher killed with -9 leaves no orphans
-    report_begun()
+    send_started()
     if read_stop(where):
-        os._exit(STOPPED)  # asked to stop before it began
+        os._exit(STOPPED)  # asked to stop before it started
 
 
 @contextmanager
-def _wish_to_stop() -> Iterator[Wish]:
-    """Note SIGINT, SIGTERM and SIGHUP from here on; off the main thread there is nothing to note."""
-    wish, handlers = Wish(), {}
+def _catch_stop_signals() -> Iterator[StopRequest]:
+    """Record SIGINT, SIGTERM and SIGHUP while the block runs. Only the main thread can: elsewhere the request stays empty."""
+    request, handlers = StopRequest(), {}
 
-    def note(number: int, frame: FrameType | None) -> None:
-        wish.times += 1
-        if wish.times == 1:
-            wish.exit_code = INTERRUPTED if number == signal.SIGINT else STOPPED
-            wish.why = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    def record_signal(number: int, frame: FrameType | None) -> None:
+        request.times += 1
+        if request.times == 1:
+            request.exit_code = INTERRUPTED if number == signal.SIGINT else STOPPED
+            request.why = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if number == signal.SIGHUP:
-            let_go_of_terminal()
+            drop_closed_terminal()
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup, and background jobs
-                handlers[number] = signal.signal(number, note)
+                handlers[number] = signal.signal(number, record_signal)
     try:
-        yield wish
+        yield request
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _attempt(command: Sequence[str], crew: Crew, config: Config, reports: Path, wish: Wish) -> Outcome:
-    """Start the workers once and wait for their end."""
-    import paceline.dist.agent  # noqa: F401  # imports torch: here, not in the thread, so that Ctrl-C is noticed meanwhile
+def _attempt(command: Sequence[str], crew: Crew, config: Config, folder: Path, request: StopRequest) -> Outcome:
+    """Start the workers once and wait until they have ended."""
+    import paceline.dist.agent  # noqa: F401  # imports torch: not in the thread, so that Ctrl-C is noticed meanwhile
 
     resume_collector()
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # its news reach the user in our words
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # we print our own messages instead
     ended: list[Exits | Exception] = []
-    with _environment(crew, reports):
-        if not wish.why:
-            # In a thread of its own elastic leaves the signals alone, and they reach us even while it waits for other nodes.
-            # A worker's PR_SET_PDEATHSIG is about this thread: it must not end before them, and elastic sees to that.
+    with _environment(crew, folder):
+        if not request.why:
+            # Outside the main thread elastic does not handle signals, so they reach us even while it waits for other nodes.
+            # A worker's PR_SET_PDEATHSIG refers to this thread, which must outlive the workers: elastic ensures that.
             thread = threading.Thread(
-                target=_run_elastic, args=(command, crew, config, reports, ended), name="elastic", daemon=True
+                target=_run_elastic, args=(command, crew, config, folder, ended), name="elastic", daemon=True
             )
             thread.start()
-            _wait(thread, config, reports, wish)
-    record, unfinished = read_record(reports), read_unfinished(reports)
+            _wait(thread, config, folder, request)
+    record, unfinished = read_record_path(folder), read_unfinished(folder)
     exits = ended[0].codes if ended and not isinstance(ended[0], Exception) else None
     codes = {rank: code for rank, code in (exits or {}).items() if code != 0 or rank in unfinished}
     if exits is not None and not codes:  # done, even if a request to stop came too late
-        _end_leftovers(reports)
+        _end_leftovers(folder)
         return Outcome(0, None, record)
-    _signal_workers(reports, signal.SIGKILL)  # also what they started: the next attempt must not meet it
-    if wish.why:
-        return Outcome(wish.exit_code, None, record, wish.why)
+    _signal_workers(folder, signal.SIGKILL)  # and the processes they started, so that none is left for the next attempt
+    if request.why:
+        return Outcome(request.exit_code, None, record, request.why)
     (end,) = ended
     if isinstance(end, Exception):
         if config.nodes == 1 or not is_lost_contact(end):
             raise end
         text = f"node {config.node_id} lost contact with the others: {headline(end)}"
-        return Outcome(1, Report(0, time.time(), 1, text, lost_contact=True), record)
-    report = first_failure(read_reports(reports), codes, end.terminated, begun=record is not None)
-    return Outcome(report.exit_code, report, record)
+        return Outcome(1, Failure(0, time.time(), 1, text, lost_contact=True), record)
+    failure = first_failure(read_failures(folder), codes, end.terminated, begun=record is not None)
+    return Outcome(failure.exit_code, failure, record)
 
 
-def _run_elastic(command: Sequence[str], crew: Crew, config: Config, reports: Path, ended: "list[Exits | Exception]") -> None:
-    """Let elastic run the workers. Appends their exits to `ended`, or the error that kept them from running."""
+def _run_elastic(command: Sequence[str], crew: Crew, config: Config, folder: Path, ended: "list[Exits | Exception]") -> None:
+    """Let elastic run the workers. Append their exits to `ended`, or the error that kept them from running."""
     from paceline.dist.agent import run_workers
 
     again = [*python_command(), "-m", "paceline", *command]
     try:
-        ended.append(run_workers(again, crew.workers, _meeting(config), reports / "elastic", _KILL_AFTER_S))
+        ended.append(run_workers(again, crew.workers, _meeting(config), folder / "elastic", _KILL_AFTER_S))
     except Exception as error:
         ended.append(error)
 
 
-def _wait(thread: threading.Thread, config: Config, reports: Path, wish: Wish) -> None:
-    """Until the workers have ended: by themselves, or by us when they were asked to stop and did not within their grace."""
-    while thread.is_alive() and not wish.why:
+def _wait(thread: threading.Thread, config: Config, folder: Path, request: StopRequest) -> None:
+    """Wait until the workers have ended. After a request to stop, end those that have not stopped after `config.grace_s`."""
+    while thread.is_alive() and not request.why:
         thread.join(0.1)
     if not thread.is_alive():
         return
-    ask_to_stop(reports, wish.why)
-    # Before rank 0 has a record nobody looks for a wish to stop, and nothing would be lost. Other nodes' launchers have none.
-    begun = read_record(reports) is not None or (config.node_id > 0 and bool(read_begun(reports)))
-    if begun and wish.why == "Ctrl-C" and is_terminal(sys.stderr):
+    ask_to_stop(folder, request.why)
+    # Before rank 0 has a record, workers do not check for this request and have nothing to lose, so do not wait for them. The
+    # launchers of other nodes never learn of a record.
+    begun = read_record_path(folder) is not None or (config.node_id > 0 and bool(read_started(folder)))
+    if begun and request.why == "Ctrl-C" and is_terminal(sys.stderr):
         warn(STOPPING)
     end = time.monotonic() + (config.grace_s if begun else 0)
-    while thread.is_alive() and wish.times == 1 and time.monotonic() < end:
+    while thread.is_alive() and request.times == 1 and time.monotonic() < end:
         thread.join(0.1)
     for number in (signal.SIGTERM, signal.SIGKILL):
         if thread.is_alive():
-            _signal_workers(reports, number)
-            # Several nodes that have not met yet have no workers, and the thread may wait for the others for very long.
-            thread.join(_KILL_AFTER_S if config.nodes == 1 or read_begun(reports) else 0.5)
+            _signal_workers(folder, number)
+            # Nodes that have not met yet have no workers, and the thread may wait a very long time for the other nodes.
+            thread.join(_KILL_AFTER_S if config.nodes == 1 or read_started(folder) else 0.5)
 
 
-def _signal_workers(reports: Path, number: signal.Signals) -> None:
-    for pid in read_begun(reports):
+def _signal_workers(folder: Path, number: signal.Signals) -> None:
+    for pid in read_started(folder):
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, number)  # each leads a session of its own: this reaches its children, too
+            os.killpg(pid, number)  # each worker leads its own session, so this also reaches its children
 
 
-def _end_leftovers(reports: Path) -> None:
-    """End what successful workers started and left running, such as a tracker's uploader that is about to finish."""
+def _end_leftovers(folder: Path) -> None:
+    """End processes that successful workers left running, such as a tracker's uploader; first give them time to finish."""
     for number in (None, signal.SIGTERM, signal.SIGKILL):
-        left = [pid for pid in read_begun(reports) if has_members(pid)]
+        left = [pid for pid in read_started(folder) if group_is_running(pid)]
         if not left:
             return
         if number is not None:
-            _signal_workers(reports, number)
+            _signal_workers(folder, number)
         end = time.monotonic() + _LEFT_S
-        while number != signal.SIGKILL and any(map(has_members, left)) and time.monotonic() < end:
+        while number != signal.SIGKILL and any(map(group_is_running, left)) and time.monotonic() < end:
             time.sleep(0.05)
 
 
 @contextmanager
-def _environment(crew: Crew, reports: Path) -> Iterator[None]:
-    """What the workers find in their environment; ours is left as it was: elastic and we change it, and a program may go on."""
+def _environment(crew: Crew, folder: Path) -> Iterator[None]:
+    """Set the workers' environment variables, and restore ours afterwards: the calling program may go on after the launch."""
     environ = dict(os.environ)
-    os.environ[REPORTS_VARIABLE] = str(reports)
+    os.environ[MESSAGES_VARIABLE] = str(folder)
     os.environ[_AGENT_VARIABLE] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_worker(crew.workers)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -249,14 +250,14 @@ def _environment(crew: Crew, reports: Path) -> Iterator[None]:
         os.environ.update(environ)
 
 
-def _meet_anew(config: Config) -> None:
-    """Before nodes meet again at the same port: let go of the last meeting's store, and do not take it for the next one's."""
+def _leave_old_meeting(config: Config) -> None:
+    """Before nodes meet again at the same port: node 0 closes the old store, and the other nodes wait until it is closed."""
     if config.node_id == 0:
-        gc.collect()  # elastic's agent, which holds the store, is part of a cycle
-        time.sleep(1)  # long enough for the others to find nobody there
+        gc.collect()  # elastic's agent holds the store and is part of a reference cycle
+        time.sleep(1)  # long enough for the others to see that it is closed
         return
     meeting = _meeting(config)
-    for _ in range(150):  # 15 s: after that it is the next one already, which node 0 opened before we looked
+    for _ in range(150):  # 15 s: a store that still answers is the new one, which node 0 opened before we looked
         try:
             socket.create_connection((meeting.host, meeting.port), timeout=1).close()
         except OSError:
@@ -265,7 +266,7 @@ def _meet_anew(config: Config) -> None:
 
 
 def _meeting(config: Config) -> "Meeting":
-    """Where this node's agent meets the others: a port of node 0, or a free loopback port if there is only one node."""
+    """Where this node's agent meets the others: a port on node 0, or a free loopback port if there is only one node."""
     from paceline.dist.agent import Meeting
     from paceline.dist.store import LOOPBACK
 
@@ -276,7 +277,7 @@ def _meeting(config: Config) -> "Meeting":
     host, _, port = endpoint.rpartition(":")
     if not (host and port.isascii() and port.isdigit()):
         raise UsageError(
-            f"--nodes {config.nodes} needs to know where node 0 is: give --rendezvous HOST:PORT, or set MASTER_ADDR and"
+            f"--nodes {config.nodes} needs the address of node 0: use --rendezvous HOST:PORT, or set MASTER_ADDR and"
             " MASTER_PORT"
         )
     number = check_port(int(port), f"--rendezvous {endpoint}" if config.rendezvous else f"MASTER_PORT is {port}")

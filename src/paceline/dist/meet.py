@@ -1,11 +1,11 @@
-"""How workers of one world find each other without a fixed port.
+"""How the workers of one world find each other without a fixed port.
 
-torchrun brings a store of its own, which it keeps when it starts its workers again: `meet_afresh` finds a clean corner of it.
-Under srun and mpirun every worker knows only where rank 0 is and a key of the run. So rank 0 opens its store on any free port,
-and tells that port, with the key, to whoever calls the first free port of a row that follows from the key; the others call the
-row until one answers with their key. Two runs on one machine that meet on the same port tell each other apart and move on, and
-so they do with strangers. A store is never called on trust: torch's client waits for ever for a listener that says nothing.
-Rank 0 stops telling once all are there, so a later run in the same step cannot find an old store.
+torchrun and Paceline's launcher host a store. torchrun keeps it when it restarts its workers, so `meet_in_launcher_store` uses
+a new prefix in it. With srun and mpirun a worker knows only the address of rank 0 and a key of the run. Rank 0 opens its store
+on any free port. It announces that port, with the key, on the first free port of a list derived from the key; the others try
+the ports of that list until one answers with their key. So workers recognize other runs and programs on these ports and move
+on. Workers connect only to a store that was announced: torch's client waits forever for a listener that does not answer. Rank 0
+stops announcing once all workers are there, so a later run in the same Slurm step cannot find an old store.
 """
 
 import errno
@@ -19,19 +19,19 @@ from datetime import timedelta
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.dist.place import Place, meeting_point
-from paceline.dist.store import host_store, listen, why_not
+from paceline.dist.store import host_store, listen, os_error_text
 from paceline.errors import PacelineError
 
-_HERE = "paceline/here"  # counts the workers that found the store
-_ATTEMPT = "paceline/attempt"  # in torchrun's store: the name rank 0 gave to the newest attempt
-_ROW = 16  # ports tried; all below 32768, where Linux starts handing out ports for outgoing connections
+_HERE = "paceline/here"  # how many workers have found the store
+_ATTEMPT = "paceline/attempt"  # in torchrun's store: the name that rank 0 gave the newest attempt
+_TRIES = 16  # ports in the list; all below 32768, where Linux's ports for outgoing connections start
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)  # taken, or reserved for root
-_ANSWER_S = 2  # rank 0 answers within 0.05 s
+_ANSWER_S = 2  # how long to wait for an answer; rank 0 answers within 0.05 s
 _FIRST_PORT, _PORTS = 20000, 12000
 
 
 def meet(place: Place, timeout: timedelta) -> Store:
-    """The store all workers of this world share. Every worker reaches this."""
+    """The store that all workers of this world share. Collective: call on every rank."""
     if place.launcher == "alone":
         return HashStore()
     host, port = meeting_point(place)
@@ -41,18 +41,18 @@ def meet(place: Place, timeout: timedelta) -> Store:
         try:
             return host_store(host, port, place.size, timeout)
         except OSError as error:
-            advice = "use another MASTER_PORT, or unset it" if error.errno in _PORT_ERRORS else "set MASTER_ADDR to its host"
-            raise PacelineError(f"rank 0 cannot listen at {host}:{port}: {why_not(error)}; {advice}") from error
-    row = [_FIRST_PORT + _hash(place.run_key, i) % _PORTS for i in range(_ROW)]
-    return _host(host, row, place, timeout) if place.rank == 0 else _find(host, row, place, timeout)
+            advice = "choose another MASTER_PORT, or unset it" if error.errno in _PORT_ERRORS else "set MASTER_ADDR to its host"
+            raise PacelineError(f"rank 0 cannot listen at {host}:{port}: {os_error_text(error)}; {advice}") from error
+    ports = [_FIRST_PORT + _hash(place.run_key, i) % _PORTS for i in range(_TRIES)]
+    return _host(host, ports, place, timeout) if place.rank == 0 else _find(host, ports, place, timeout)
 
 
-def meet_afresh(store: Store, place: Place, timeout: timedelta) -> Store:
-    """The part of torchrun's store that this attempt's workers share with no earlier one. Every worker reaches this.
+def meet_in_launcher_store(store: Store, place: Place, timeout: timedelta) -> Store:
+    """A prefix of torchrun's store that no earlier attempt has used. Collective: call on every rank.
 
-    What dead workers wrote there still leads to them: gloo would call their closed ports. torchrun's count of restarts does
-    not tell attempts apart, as nodes may count differently. So rank 0 names the attempt, and answers each of the others in
-    person: who has read an old name gets no answer, and reads again.
+    The store still holds the addresses of workers that died: gloo would try to connect to them. torchrun's restart count cannot
+    serve as the prefix, because nodes may count differently. So rank 0 names the attempt and answers each of the other workers
+    individually. A worker that read an old name gets no answer and reads the name again.
     """
     me, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if place.rank == 0:
@@ -67,42 +67,44 @@ def meet_afresh(store: Store, place: Place, timeout: timedelta) -> Store:
         if store.check([f"{attempt}/{place.rank}/{me}"]):
             return PrefixStore(attempt, store)
         time.sleep(0.05)
-    raise PacelineError(f"worker {place.rank} had no answer from rank 0 within {timeout.total_seconds():.0f} s")
+    raise PacelineError(f"worker {place.rank} got no answer from rank 0 within {timeout.total_seconds():.0f} s")
 
 
-def _host(host: str, row: list[int], place: Place, timeout: timedelta) -> Store:
+def _host(host: str, ports: list[int], place: Place, timeout: timedelta) -> Store:
     end = time.monotonic() + timeout.total_seconds()
-    with _first_free(row, host) as server:
+    with _first_free(ports, host) as server:
         store = host_store(host, 0, place.size, timeout, wait=False)
         server.settimeout(0.05)
         while (here := store.add(_HERE, 0) + 1) < place.size:
             if time.monotonic() > end:
                 raise PacelineError(
-                    f"rank 0 waited {timeout.total_seconds():.0f} s on {host}: {here} of {place.size} workers came"
+                    f"rank 0 waited {timeout.total_seconds():.0f} s on {host}: only {here} of {place.size} workers connected"
                 )
-            with suppress(OSError), server.accept()[0] as caller:  # nobody calls, or the caller hung up
+            with suppress(OSError), server.accept()[0] as caller:  # no connection yet, or the caller closed it
                 caller.sendall(_greeting(place) + str(store.port).encode())
     return store
 
 
-def _first_free(row: list[int], host: str) -> socket.socket:
-    for port in row:
+def _first_free(ports: list[int], host: str) -> socket.socket:
+    for port in ports:
         try:
             return listen(host, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise PacelineError(f"rank 0 cannot listen at {host}: {why_not(error)}; set MASTER_ADDR to its host") from error
-    raise PacelineError(f"all of the ports {row} on {host} are taken: set MASTER_PORT to a free one")
+                raise PacelineError(
+                    f"rank 0 cannot listen at {host}: {os_error_text(error)}; set MASTER_ADDR to its host"
+                ) from error
+    raise PacelineError(f"all ports in {ports} on {host} are taken: set MASTER_PORT to a free one")
 
 
-def _find(host: str, row: list[int], place: Place, timeout: timedelta) -> Store:
+def _find(host: str, ports: list[int], place: Place, timeout: timedelta) -> Store:
     end = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < end:
-        for port in row:
+        for port in ports:
             try:
                 with socket.create_connection((host, port), timeout=_ANSWER_S) as caller:
-                    answer = caller.recv(1024)  # one short line: it comes in one piece
-            except OSError:  # nobody there yet, or a stranger who says nothing
+                    answer = caller.recv(1024)  # one short line: it arrives in one piece
+            except OSError:  # rank 0 is not there yet, or another program that does not answer
                 continue
             if answer.startswith(_greeting(place)):
                 store_port = int(answer.removeprefix(_greeting(place)))
@@ -111,8 +113,8 @@ def _find(host: str, row: list[int], place: Place, timeout: timedelta) -> Store:
                 return store
         time.sleep(0.05)
     raise PacelineError(
-        f"worker {place.rank} found no rank 0 on {host} within {timeout.total_seconds():.0f} s: is it up, and are the ports"
-        f" {min(row)} to {max(row)} open? (MASTER_ADDR and MASTER_PORT override them)"
+        f"worker {place.rank} did not find rank 0 on {host} within {timeout.total_seconds():.0f} s: is it up, and are the ports"
+        f" {min(ports)} to {max(ports)} open? (MASTER_ADDR and MASTER_PORT override them)"
     )
 
 

@@ -1,6 +1,6 @@
-"""Where this process stands in a world that somebody else started: torchrun, srun, mpirun or Paceline's own launcher.
+"""This process's rank and the size of its world, whoever started it: torchrun, srun, mpirun or Paceline's own launcher.
 
-This file is the only reader of rank variables. It imports no torch: the command line asks it before anything heavy is loaded.
+Only this file reads rank variables. It does not import torch: the command line uses it before anything heavy is loaded.
 """
 
 import os
@@ -11,15 +11,15 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-REPORTS_VARIABLE = "PACELINE_REPORTS"
-"""Set by Paceline's launcher for its workers: the folder where a failing worker leaves its report."""
+MESSAGES_VARIABLE = "PACELINE_MESSAGES"
+"""Set by Paceline's launcher for its workers: the folder for messages between them (`messages.py`)."""
 
 _BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One process's place in a world."""
+    """One process's place in a world: its rank, and how many workers and nodes there are."""
 
     rank: int = 0
     local_rank: int = 0
@@ -30,11 +30,11 @@ class Place:
     launcher: str = "alone"
     """alone, paceline, torchrun, srun or mpirun."""
     run_key: str = ""
-    """What tells this world from others on the same machine, where the launcher gives no port to meet at."""
+    """Distinguishes this world from others on the same machine if the launcher gives no port to meet at."""
 
 
 def read_place(env: Mapping[str, str] | None = None) -> Place:
-    """This process's place, from the variables its launcher set; a place in a world of one where there are none."""
+    """This process's place, from the variables that its launcher set; without any, a world of one worker."""
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
         local_size = _count(env, "LOCAL_WORLD_SIZE", 1)
@@ -45,7 +45,7 @@ def read_place(env: Mapping[str, str] | None = None) -> Place:
             size=_number(env, "WORLD_SIZE"),
             local_size=local_size,
             nodes=_number(env, "GROUP_WORLD_SIZE", -(-_number(env, "WORLD_SIZE") // local_size)),
-            launcher="paceline" if REPORTS_VARIABLE in env else "torchrun",
+            launcher="paceline" if MESSAGES_VARIABLE in env else "torchrun",
         )
     elif "OMPI_COMM_WORLD_RANK" in env:
         rank, size = _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE")
@@ -53,7 +53,7 @@ def read_place(env: Mapping[str, str] | None = None) -> Place:
         place = Place(
             rank=rank,
             local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank),
-            node=rank // local_size,  # mpirun fills one node after the other unless told otherwise
+            node=rank // local_size,  # by default, mpirun fills one node after the other
             size=size,
             local_size=local_size,
             nodes=-(-size // local_size),
@@ -61,7 +61,7 @@ def read_place(env: Mapping[str, str] | None = None) -> Place:
             run_key="mpirun-" + (env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")),
         )
     elif _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in env:
-        # Only srun sets the STEP variables. A batch script has SLURM_NTASKS too but is one process: it may start workers.
+        # Only srun sets the STEP variables. A batch script also has SLURM_NTASKS, but it is one process and may start workers.
         node = _number(env, "SLURM_NODEID", 0)
         place = Place(
             rank=_number(env, "SLURM_PROCID"),
@@ -84,15 +84,15 @@ def read_place(env: Mapping[str, str] | None = None) -> Place:
 
 
 def check_workers(place: Place, workers: int | None) -> None:
-    """`--workers` inside a world that already exists must agree with it (or be left out)."""
+    """Refuse a `--workers` that differs from the size of a world that another launcher started."""
     if place.launcher not in ("alone", "paceline") and workers not in (None, place.size):
         raise UsageError(
-            f"--workers {workers}, but {place.launcher} started {place.size}: leave --workers out, or make the two agree"
+            f"--workers {workers}, but {place.launcher} started {place.size} workers: omit --workers, or use the same number"
         )
 
 
 def meeting_point(place: Place, env: Mapping[str, str] | None = None) -> tuple[str, int | None]:
-    """Address and, if the launcher or the user fixed one, port of the worker with rank 0 (for srun and mpirun)."""
+    """The address of rank 0 and, if the launcher or the user set one, its port (for srun and mpirun)."""
     env = os.environ if env is None else env
     port = check_port(_number(env, "MASTER_PORT"), f"MASTER_PORT is {env['MASTER_PORT']}") if "MASTER_PORT" in env else None
     if place.nodes == 1:  # ignore MASTER_ADDR: no other machine needs to reach this run
@@ -101,36 +101,36 @@ def meeting_point(place: Place, env: Mapping[str, str] | None = None) -> tuple[s
         return env["MASTER_ADDR"], port
     if place.launcher == "srun":
         return _slurm_address(env), port
-    raise UsageError("mpirun over several nodes needs to know where rank 0 is: add -x MASTER_ADDR=<its host>")
+    raise UsageError("mpirun on several nodes needs the address of rank 0: add -x MASTER_ADDR=<its host>")
 
 
 def check_port(port: int, found: str) -> int:
-    """Refuse a port out of range, which getaddrinfo would silently wrap. `found` says where the number comes from."""
+    """Refuse a port out of range: getaddrinfo would silently wrap it. `found` says where the number comes from."""
     if not 1 <= port <= 65535:
-        raise UsageError(f"{found}: a port is a number from 1 to 65535")
+        raise UsageError(f"{found}: a port must be a number from 1 to 65535")
     return port
 
 
-def cores() -> int:
-    """Cores this process may use."""
+def core_count() -> int:
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_per_worker(local_size: int, env: Mapping[str, str] | None = None) -> int:
-    """Threads a CPU worker should use: its share of this node's cores, or what Slurm or mpirun gave the task alone."""
+    """Threads a CPU worker should use: its share of this node's cores, or what Slurm or mpirun assigned to this task."""
     env = os.environ if env is None else env
     if "SLURM_CPUS_PER_TASK" in env and "SLURM_STEP_ID" in env:
         return max(1, _number(env, "SLURM_CPUS_PER_TASK"))
-    if "OMPI_COMM_WORLD_RANK" in env and cores() < (os.cpu_count() or 1):
-        return cores()  # mpirun bound this worker to cores of its own
-    return max(1, cores() // local_size)
+    if "OMPI_COMM_WORLD_RANK" in env and core_count() < (os.cpu_count() or 1):
+        return core_count()  # mpirun bound this worker to its own cores
+    return max(1, core_count() // local_size)
 
 
-def own_cores(place: Place, env: Mapping[str, str] | None = None) -> frozenset[int] | None:
-    """The cores a CPU worker should keep to: its share of those its node's workers may use together. None: leave it as it is.
+def cores_for_worker(place: Place, env: Mapping[str, str] | None = None) -> frozenset[int] | None:
+    """The cores to bind a CPU worker to: its share of the cores that its node's workers may use. None: do not bind it.
 
-    That is where somebody has bound it already (srun, mpirun, taskset, a variable of OpenMP's), and where workers are more than
-    cores or were given more threads than their share has cores.
+    A worker is not bound if it already was (by srun, mpirun, taskset or an OpenMP variable), if there are more workers than
+    cores, or if it has more threads than its share has cores.
     """
     env = os.environ if env is None else env
     if place.local_size == 1 or not hasattr(os, "sched_setaffinity") or any(name in env for name in _BINDING_VARIABLES):
@@ -145,9 +145,9 @@ def own_cores(place: Place, env: Mapping[str, str] | None = None) -> frozenset[i
 
 
 def _inherited(place: Place) -> set[int]:
-    """The cores of a worker that nobody has bound: those of its parent, which started the others too.
+    """The cores of a worker that has not been bound: those of its parent, which also started the other workers.
 
-    The parent of srun's and mpirun's workers is none of the user's processes: unbound, theirs is the whole machine.
+    The parent of srun's and mpirun's workers is not one of the user's processes: their unbound workers have the whole machine.
     """
     if place.launcher in ("srun", "mpirun"):
         return set(range(os.cpu_count() or 1))
@@ -158,7 +158,7 @@ def _inherited(place: Place) -> set[int]:
 
 
 def _position(core: int) -> tuple[int, int, int]:
-    """Where a core lies: threads of one physical core, then cores of one socket, next to each other."""
+    """Sort key that puts threads of one physical core, then cores of one socket, next to each other. psutil has no topology."""
     try:
         package, physical = (
             int(Path(f"/sys/devices/system/cpu/cpu{core}/topology/{name}").read_text())
@@ -170,7 +170,7 @@ def _position(core: int) -> tuple[int, int, int]:
 
 
 def _count(env: Mapping[str, str], name: str, default: int) -> int:
-    """A number of workers: at least one."""
+    """A number of workers: at least 1."""
     number = _number(env, name, default)
     if number < 1:
         raise UsageError(f"the variable {name} is {number}: it must be at least 1")
@@ -181,7 +181,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     text = env.get(name)
     if text is None:
         if default is None:
-            raise UsageError(f"the variable {name} is missing: the launcher set some of its variables but not all")
+            raise UsageError(f"the variable {name} is missing: the launcher set only some of its variables")
         return default
     try:
         return int(text)
@@ -197,19 +197,19 @@ def _tasks_on_node(spec: str, node: int) -> int:
         try:
             counts += [int(count)] * int(times.rstrip(")") or 1)
         except ValueError:
-            raise UsageError(f"the variable SLURM_STEP_TASKS_PER_NODE is {spec!r}: it must read like 2(x3),1") from None
+            raise UsageError(f"the variable SLURM_STEP_TASKS_PER_NODE is {spec!r}: it must look like 2(x3),1") from None
     return counts[node] if node < len(counts) else 1
 
 
 def _slurm_address(env: Mapping[str, str]) -> str:
-    """The address of the step's first node. Node names need not resolve, so Slurm's own NodeAddr is preferred."""
+    """The address of the step's first node. Prefer Slurm's NodeAddr, because node names may not resolve."""
     nodes = env.get("SLURM_STEP_NODELIST", "")
     try:
         first = _scontrol("hostnames", nodes).split()[0]
         fields = dict(field.partition("=")[::2] for field in _scontrol("node", first).split() if "=" in field)
         return fields.get("NodeAddr", first)
     except (OSError, IndexError, subprocess.SubprocessError) as error:
-        raise UsageError(f"cannot ask scontrol where rank 0 is ({error}): set MASTER_ADDR to its host") from None
+        raise UsageError(f"scontrol did not say where rank 0 is ({error}): set MASTER_ADDR to its host") from None
 
 
 def _scontrol(what: str, which: str) -> str:

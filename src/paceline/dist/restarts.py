@@ -1,4 +1,4 @@
-"""What the next attempt looks like after one that failed: who takes part, with which command. Nothing here imports torch."""
+"""Plan the next attempt after a failed one: its workers, devices and command. Does not import torch."""
 
 import os
 import re
@@ -16,49 +16,49 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Crew:
-    """Who takes part in an attempt."""
+    """The workers and devices of one attempt."""
 
     workers: int
     devices: tuple[str, ...] | None = None
-    """CUDA_VISIBLE_DEVICES, where GPUs were taken out of it."""
+    """CUDA_VISIBLE_DEVICES, if GPUs were removed from it."""
 
 
 @dataclass(frozen=True)
-class Failure:
-    """How an attempt failed: who was first, and the step of the newest checkpoint (-1: there is none)."""
+class FailedAttempt:
+    """How an attempt failed: the rank that failed first, and the step of the newest checkpoint (-1: no checkpoint)."""
 
     rank: int
     step: int
 
 
 def newest_checkpoint(record: Path | None) -> int:
-    """The step of a record's newest checkpoint; -1 where there is none."""
+    """The step of a record's newest checkpoint; -1 without one."""
     files = record.glob("checkpoints/step-*.safetensors") if record is not None else ()
     return max((int(found[1]) for path in files if (found := re.match(r"step-(\d+)", path.name))), default=-1)
 
 
-def next_crew(crew: Crew, before: Failure | None, after: Failure, config: Config) -> tuple[Crew, str]:
-    """Who takes part in the next attempt, and why, where that is a change.
+def next_crew(crew: Crew, before: FailedAttempt | None, after: FailedAttempt, config: Config) -> tuple[Crew, str]:
+    """The crew of the next attempt, and the reason if it changes.
 
-    A device is gone for good when it no longer answers, or when its worker was the first to fail twice running and the run came
-    no further in between.
+    A device is given up if it no longer answers, or if its worker was the first to fail twice in a row and the run made no
+    progress in between.
     """
     if config.min_workers is None or config.nodes > 1:
         return crew, ""
-    gpus = () if config.backend == "gloo" else _gpus(crew)  # under gloo workers may share one
+    gpus = () if config.backend == "gloo" else _gpus(crew)  # with gloo, workers may share a GPU
     answering = tuple(name for name, answers in gpus if answers)
     if gpus and (len(answering) < crew.workers or len(answering) < len(gpus)):
-        why = f": {len(answering)} GPU{'s' * (len(answering) != 1)} left that answer"
+        why = f": {len(answering)} GPU{'s' * (len(answering) != 1)} still working"
         return Crew(min(crew.workers, len(answering)), answering), why
     if before is None or before.rank != after.rank or after.step > before.step:
         return crew, ""
     left = tuple(name for i, name in enumerate(answering) if i != after.rank)
-    why = f": worker {after.rank}'s device counts as gone"
+    why = f": worker {after.rank}'s device failed twice and is no longer used"
     return (Crew(min(crew.workers, len(left)), left) if gpus else Crew(crew.workers - 1, crew.devices)), why
 
 
-def command_again(command: Sequence[str], crew: Crew, config: Config, record: Path | None) -> list[str]:
-    """The command of the next attempt: it goes on with the record, on this many workers, with as many parts as before."""
+def restart_command(command: Sequence[str], crew: Crew, config: Config, record: Path | None) -> list[str]:
+    """The command of the next attempt: it resumes the record on the crew's workers, with as many virtual workers as before."""
     again = list(command)
     if record is not None:
         again = _with_flag(again, "--resume", record)
@@ -80,9 +80,9 @@ for i in range(torch.cuda.device_count()):
 
 
 def _gpus(crew: Crew) -> tuple[tuple[str, bool], ...]:
-    """The GPUs the workers see, by their names in CUDA_VISIBLE_DEVICES, and whether each answers; none where nobody can tell.
+    """The GPUs that the workers see, by their names in CUDA_VISIBLE_DEVICES, and whether each works; empty if unknown.
 
-    Asked in a process of its own: the launcher itself never touches a GPU, and a broken one may take the process with it.
+    A separate process checks them: the launcher itself never touches a GPU, and a broken GPU may crash the process.
     """
     env = dict(os.environ) if crew.devices is None else {**os.environ, _DEVICES: ",".join(crew.devices)}
     try:
@@ -97,11 +97,11 @@ def _gpus(crew: Crew) -> tuple[tuple[str, bool], ...]:
 
 
 def _with_flag(command: list[str], flag: str, value: object) -> list[str]:
-    return [*(part for part in command if not part.startswith(f"{flag}=")), f"{flag}={value}"]
+    return [*(word for word in command if not word.startswith(f"{flag}=")), f"{flag}={value}"]
 
 
 def _recorded_parts(record: Path | None) -> int | None:
-    """The V a record was made with, where it says so: a task may have one of its own."""
+    """The number of virtual workers in a record's configuration, if it is there: a task may set its own."""
     if record is None:
         return None
     try:

@@ -14,16 +14,16 @@ def host_store(host: str, port: int, size: int, timeout: timedelta, *, wait: boo
     """Host a store for `size` clients on this address; port 0 means any free port. Waits for them unless `wait` is false."""
     server = listen(host, port)
     port = server.getsockname()[1]
-    fd = server.detach()  # the store owns it from here on
+    fd = server.detach()  # the store owns it now
     return TCPStore(host, port, size, is_master=True, timeout=timeout, wait_for_workers=wait, master_listen_fd=fd)
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens at the address of `host`.
 
-    It listens on all interfaces if `host` does not resolve to one of this machine's own addresses (NAT, or a service name), or
-    if it resolves to the loopback only here (Debian's /etc/hosts says `127.0.1.1 HOSTNAME`): this machine then cannot know
-    through which interface the others reach it.
+    It listens on all interfaces in two cases, because this machine cannot tell which interface the others will use: `host` does
+    not resolve to one of this machine's own addresses (NAT, or a service name), or it is a name that only here resolves to the
+    loopback (Debian's /etc/hosts says `127.0.1.1 HOSTNAME`).
     """
     local = host == "localhost" or _is_loopback(host)
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -38,7 +38,7 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
 
 
-def why_not(error: OSError) -> str:
+def os_error_text(error: OSError) -> str:
     """The system's error message, without the address that Python appends."""
     return (error.strerror or str(error)).partition(" (while")[0]
 

@@ -1,10 +1,10 @@
-"""What a worker knows about time: that it was asked to stop, and that it makes no progress (law 7).
+"""Notice requests to stop, and workers that hang (law 7).
 
-A wish to stop (SIGTERM, SIGHUP, Ctrl-C, or a file of the launcher's) is only noted: the loop reads `stop`, finishes the step,
-writes a checkpoint and ends by itself. One thread sees to it that this happens within the grace, and that a worker which stands
-still says where before it ends. Signals reach the thread through a pipe, because Python runs handlers in the main thread alone,
-which may be stuck in a collective. A process that is not ours (a notebook, the caller's own program) is never ended from here:
-its main thread is interrupted by an exception. Nothing here imports torch.
+A request to stop (SIGTERM, SIGHUP, Ctrl-C, or the launcher's file) is only recorded: the loop reads `stop`, finishes the step,
+writes a checkpoint and ends. One thread ensures that this happens within the grace period, and that a worker that hangs prints
+its stack before it ends. Signals reach the thread through a pipe, because Python runs handlers only in the main thread, which
+may be stuck in a collective. A process that is not ours (a notebook, the caller's own program) is never ended from here: its
+main thread gets an exception instead. Does not import torch.
 """
 
 import os
@@ -17,60 +17,60 @@ import traceback
 from types import FrameType
 from typing import Any, Self
 
-from paceline.dist import messages as reports
+from paceline.dist import messages
 from paceline.dist.launch import INTERRUPTED, STOPPED, STOPPING
 from paceline.dist.place import read_place
-from paceline.dist.process import exit_now, let_go_of_terminal
+from paceline.dist.process import drop_closed_terminal, exit_now
 from paceline.errors import PacelineError, Stopped
 from paceline.output import is_terminal, warn
 
 PHASES = ("loading", "data", "forward", "backward", "reduce", "validation", "checkpoint")
 """What a worker can be doing: before the first step, then in the order of a step."""
 
-_MAY_WAIT = ("backward", "reduce")  # DDP averages within backward: the worker may merely wait for another one
-_WAIT_LONGER_S = 2.0  # ... and then lets the one that hangs speak first
-_STUCK_S = 5.0  # asked to stop, and so long in one of these phases: the one it waits for is probably gone
+_MAY_WAIT = ("backward", "reduce")  # DDP averages within backward, so the worker may just be waiting for another one
+_WAIT_LONGER_S = 2.0  # ... and then gives the one that hangs time to say so first
+_STUCK_S = 5.0  # asked to stop, but this long in such a phase: the worker it waits for is probably gone
 _LOOK_EVERY_S = 0.25
-_UNWIND_S = 5.0  # for an exception, such as a second Ctrl-C's, to close the record in
+_UNWIND_S = 5.0  # time to close the record after an exception, such as that of a second Ctrl-C
 
 _ours = False
 
 
-def claim_process() -> None:
-    """Say that this process is Paceline's own command line, which may be ended where it is stuck; a caller's may not."""
+def mark_own_process() -> None:
+    """Say that this process is Paceline's own command line: it may be ended if it is stuck. A caller's program may not."""
     global _ours
     _ours = True
 
 
 class Watch:
-    """Notices that this worker was asked to stop, and that it makes no progress. The clock starts at the first `mark`."""
+    """Notices that this worker was asked to stop, or that it hangs. The clock starts at the first `mark`."""
 
     def __init__(self, rank: int, timeout_s: float, grace_s: float) -> None:
         self._rank, self._timeout_s, self._grace_s = rank, timeout_s, grace_s
         self.stop = ""
         """Why this worker should stop ("SIGTERM", "SIGHUP", "Ctrl-C"), or ""."""
-        self._folder = reports.folder()
+        self._folder = messages.launcher_folder()
         self._place = read_place()
         self._last: tuple[float, int, str] | None = None
-        self._seen: tuple[float, int, str] | None = None  # `_last` as of the thread's last look
-        self._age_s = self._longest_wait_s = 0.0  # how long it had been so, if it may wait
+        self._seen: tuple[float, int, str] | None = None  # `_last` when the thread last checked
+        self._age_s = self._longest_wait_s = 0.0  # how long it has been in this phase, if it may be waiting
         self._exit_code = STOPPED
         self._asked = self._deadline = float("inf")
         self._error: BaseException | None = None  # for the main thread to raise
         self._interrupted = False
-        self._own_signals = 0  # sent by the thread itself, and not heard yet
-        self._signals = 0  # as the thread counts them
-        self._handled = 0  # as the main thread does: two that come while it is stuck are one to Python
+        self._own_signals = 0  # sent by the thread itself and not yet received
+        self._signals = 0  # how many the thread has received
+        self._handled = 0  # how many the main thread has handled: Python merges two that arrive while it is stuck
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         self._watched = threading.get_ident()
         self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)  # Python's rule for a pipe that signals are written to
-        # A worker of our own launcher dies at once on SIGTERM, which is how the launcher ends the others when one failed.
+        os.set_blocking(self._writer, False)  # required by signal.set_wakeup_fd
+        # Workers of our own launcher die at once on SIGTERM: that is how the launcher ends the others when one fails.
         if self._folder is None and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup, and a background job's Ctrl-C
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # ignored: nohup, and Ctrl-C in a background job
                     self._handlers[number] = signal.signal(number, self._handle)
             self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             _handling.append(self)
@@ -90,20 +90,20 @@ class Watch:
         os.close(self._reader)
 
     def mark(self, step: int, phase: str) -> None:
-        """Say that there is progress: what begins now. A long wait that is as it should be marks again now and then."""
+        """Report progress: the phase that starts now. Call it again now and then during a long wait that is expected."""
         self._last = (time.monotonic(), step, phase)
 
     def why_stop(self) -> str:
-        """Why the run stops: `stop`, or the launcher's reason if another worker learned of it first."""
-        return self.stop or (reports.read_stop(self._folder) if self._folder is not None else "")
+        """Why the run stops: `stop`, or the launcher's reason if another worker saw it first."""
+        return self.stop or (messages.read_stop(self._folder) if self._folder is not None else "")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread. The thread has heard it, too; only here can it become an exception."""
+        """Signal handler, in the main thread. The thread gets the signal too, but only this one can raise an exception."""
         error, self._error = self._error, None
         if error is None:
             self._handled += 1
-            self._note(number)
-            if self._loads():  # no step to finish, nothing to keep
+            self._request_stop(number)
+            if self._loads():  # no step to finish, nothing to save
                 error = self._why_interrupted("before the first step")
             elif self._handled > 1 and number == signal.SIGINT:
                 error = KeyboardInterrupt()
@@ -111,9 +111,9 @@ class Watch:
             self._interrupted = True
             raise error
 
-    def _note(self, number: int) -> None:
+    def _request_stop(self, number: int) -> None:
         if number == signal.SIGHUP:
-            let_go_of_terminal()
+            drop_closed_terminal()
         if self.stop:
             return
         self._exit_code = INTERRUPTED if number == signal.SIGINT else STOPPED
@@ -132,24 +132,24 @@ class Watch:
         while True:
             ready, _, _ = select.select([self._reader], [], [], _LOOK_EVERY_S)
             for number in os.read(self._reader, 64) if ready else b"":
-                if number == 0:  # the end of the watch
+                if number == 0:  # written by __exit__
                     return
                 if number in self._handlers:
-                    self._hear(number)
+                    self._receive(number)
             if not self.stop and self._folder is not None:
-                self.stop = reports.read_stop(self._folder)  # here, and not where the loop asks: a `stat` is 5 us
+                self.stop = messages.read_stop(self._folder)  # here, not in the loop: a `stat` takes 5 us
                 if self.stop == "SIGHUP":
-                    let_go_of_terminal()
+                    drop_closed_terminal()
             if time.monotonic() > self._deadline:
                 self._end_late()
             self._check_progress()
 
-    def _hear(self, number: int) -> None:
+    def _receive(self, number: int) -> None:
         if self._own_signals:
             self._own_signals -= 1
             return
         self._signals += 1
-        self._note(number)
+        self._request_stop(number)
         alone = self._place.launcher == "alone"
         if number == signal.SIGINT and self._signals == 1 and alone and not self._loads() and is_terminal(sys.stderr):
             warn(STOPPING)
@@ -157,31 +157,31 @@ class Watch:
             self._deadline = min(self._deadline, time.monotonic() + _UNWIND_S)
 
     def _end_late(self) -> None:
-        """The grace has passed. A lone worker is interrupted first, to close its record; a caller's program lives on."""
+        """The grace period is over. A lone worker gets an exception first, to close its record; a caller's program goes on."""
         late = f"paceline: worker {self._rank} did not end within {self._grace_s:g} s of {self.stop}"
         alone = self._place.launcher == "alone"
         if alone and self._interrupt(self._why_interrupted("in the middle of a step")):
-            warn(f"{late}: it is interrupted")
+            warn(f"{late}: interrupting it")
             self._deadline = time.monotonic() + _UNWIND_S
         elif alone and not _ours:
             self._deadline = float("inf")
         else:
-            warn(f"{late}: it ends now")
+            warn(f"{late}: ending it now")
             exit_now(self._exit_code)
 
     def _interrupt(self, error: BaseException) -> bool:
-        """Have the main thread raise this, once; False where it already unwinds, or where the handlers are not ours."""
+        """Have the main thread raise this, once. False if it already unwinds, or if the handlers are not ours."""
         numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) == self._handle]
         if self._interrupted or not numbers:
             return False
         self._interrupted, self._error = True, error
         self._own_signals += 1
-        signal.pthread_kill(self._watched, numbers[0])  # a real signal: it also ends a system call that sleeps
+        signal.pthread_kill(self._watched, numbers[0])  # a real signal: it also interrupts a system call that waits
         return True
 
     def _check_progress(self) -> None:
         last = self._last
-        if last is None or last[2] == "loading":  # data may take as long as it takes
+        if last is None or last[2] == "loading":  # loading data has no time limit
             return
         when, step, phase = last
         may_wait = phase in _MAY_WAIT and self._place.size > 1
@@ -197,24 +197,26 @@ class Watch:
         else:
             text = f"worker {self._rank} hung: no progress for {self._timeout_s:g} s at step {step}, in {phase}"
         headline, text = text, f"{text}\n{self._stack()}".rstrip()
-        if not reports.leave(reports.Report(self._rank, time.time(), 1, text, lost_contact=may_wait, waited=may_wait)):
+        failure = messages.Failure(self._rank, time.time(), 1, text, lost_contact=may_wait, waited=may_wait)
+        if not messages.write_failure(failure):
             warn(f"paceline: {text}")
-        if self._place.launcher == "alone" and not _ours:  # nobody waits for it
-            self._last = None  # said once
+        if self._place.launcher == "alone" and not _ours:  # no other worker waits for it
+            self._last = None  # say it once
             self._interrupt(PacelineError(headline))
             return
         if may_wait:
-            time.sleep(_WAIT_LONGER_S)  # for the others that wait to say so: who is then still silent is the one that hangs
+            time.sleep(_WAIT_LONGER_S)  # let other waiting workers say so: the one that stays silent is the one that hangs
         exit_now(1)
 
     def _check_stuck(self, when: float, step: int, phase: str) -> None:
-        """Asked to stop while it waits for others: torchrun ends all when one fails, and a collective with that one never ends.
+        """End a worker that was asked to stop while it waits for others. torchrun stops all workers when one fails, and a
+        collective with that one never ends.
 
-        A step that takes long is no sign of it: twice the longest wait so far is left to it, up to the grace.
+        Steps may be slow, so it gets at least twice the longest wait so far, up to the grace period.
         """
         limit = max(_STUCK_S, 2 * self._longest_wait_s)
         if time.monotonic() - max(when, self._asked) > limit:
-            late = f"paceline: worker {self._rank} was asked to stop and is stuck at step {step}, in {phase}: it ends now"
+            late = f"paceline: worker {self._rank} was asked to stop and is stuck at step {step}, in {phase}: ending it now"
             warn(late)
             exit_now(self._exit_code)
 
@@ -223,10 +225,10 @@ class Watch:
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     def _leave_child(self) -> None:
-        """In a forked child, such as one of the user's Dataset: its signals are not the worker's; SIGTERM ends it as before.
+        """In a forked child, such as one that the user's Dataset started: restore the handlers of SIGTERM and SIGHUP.
 
-        Ctrl-C at a terminal reaches it, too. It keeps that handler, which only records the first Ctrl-C: the current step may
-        need this child to finish. (Loader processes are forked before the watch starts and set their own handlers.)
+        Ctrl-C at a terminal reaches the child too. It keeps that handler, which only records the first Ctrl-C: the current step
+        may need this child to finish. (Loader processes are forked before the watch starts and set their own handlers.)
         """
         self._last = None
         signal.set_wakeup_fd(-1)
@@ -236,7 +238,7 @@ class Watch:
 
 
 _handling: list[Watch] = []
-"""The watch that has the signal handlers, if any: what a fork must know."""
+"""The watch that has the signal handlers, if any, for `_after_fork`."""
 
 
 def _after_fork() -> None:

@@ -1,11 +1,9 @@
-"""The world: who this worker is, on which device, talking through which backend. One frozen value, made once."""
+"""The world: this worker's rank, device and backend, and how many others there are. Join it with `world()`."""
 
-import fcntl
 import itertools
 import json
 import os
 import socket
-import struct
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from paceline.dist.meet import meet, meet_afresh
-from paceline.dist.place import Place, cores, meeting_point, own_cores, read_place, threads_per_worker
+from paceline.dist.meet import meet, meet_in_launcher_store
+from paceline.dist.place import Place, core_count, cores_for_worker, meeting_point, read_place, threads_per_worker
 from paceline.errors import UsageError
 
 _NOTE = "note"
-_worlds = itertools.count()  # that this process has joined
+_worlds = itertools.count()  # numbers the worlds that this process has joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,33 +37,34 @@ class World:
     device: torch.device
     backend: str
     launcher: str
-    memory: Store | None = None
-    """A corner of torchrun's store, which outlives this attempt's workers."""
-    cores: frozenset[int] | None = None
-    """Those that this node's workers may use together, where each was bound to its share; None: those of this process."""
+    restart_store: Store | None = None
+    """A prefix of the launcher's store, for notes to the workers of the next attempt: torchrun's store outlives its workers."""
+    node_cores: frozenset[int] | None = None
+    """The cores that all workers of this node may use, if each was bound to its share; None: those of this process."""
 
     @property
-    def speaks(self) -> bool:
-        """Whether this worker prints and writes records: rank 0 alone does."""
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the only worker that prints and writes the record."""
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until every worker is here."""
+        """Wait for all workers. Collective: call on every rank."""
         if self.size == 1:
-            return  # NCCL sets itself up in the first collective: seconds that one worker need not spend
+            return  # NCCL takes seconds to set up in the first collective: one worker does not need it
         dist.barrier(device_ids=[self.device.index] if self.backend == "nccl" else None)
 
-    def recall(self) -> str:
-        """What this run's workers noted before torchrun started them again, or ""."""
-        return self.memory.get(_NOTE).decode() if self.memory is not None and self.memory.check([_NOTE]) else ""
+    def read_restart_note(self) -> str:
+        """The note that this run's workers wrote before torchrun restarted them; "" without one."""
+        store = self.restart_store
+        return store.get(_NOTE).decode() if store is not None and store.check([_NOTE]) else ""
 
-    def note(self, text: str) -> None:
-        """Leave a word for the workers that torchrun may start in our place."""
-        if self.memory is not None:
-            self.memory.set(_NOTE, text)
+    def write_restart_note(self, text: str) -> None:
+        """Write a note for the workers that torchrun may start to replace these."""
+        if self.restart_store is not None:
+            self.restart_store.set(_NOTE, text)
 
-    def share(self, value: Any) -> Any:
-        """Rank 0's value, made of what JSON can say, on every worker. Every worker reaches this."""
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value (anything that JSON can hold) on every worker. Collective: call on every rank."""
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if self.rank == 0 else b""
@@ -78,8 +77,8 @@ class World:
         return json.loads(bytes(data.cpu().numpy()))
 
     def gather(self, value: Any) -> list[Any]:
-        """Every worker's value, made of what JSON can say, in order of rank, on rank 0; nothing on the others. Every worker
-        reaches this.
+        """On rank 0, every worker's value (anything that JSON can hold) in order of rank; [] on the others. Collective: call on
+        every rank.
         """
         if self.size == 1:
             return [value]
@@ -98,7 +97,7 @@ class World:
 
 @contextmanager
 def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
-    """Join the world this process was started in (alone is a world of one); leave it at the end. Every worker reaches this."""
+    """Join the world this process was started in (a world of one without a launcher). Collective: call on every rank."""
     place = read_place()
     device, backend = choose_device(place, backend)
     if device.type == "cuda":
@@ -107,20 +106,20 @@ def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
         torch.set_num_threads(threads_per_worker(place.local_size))
     _choose_interface(place)
     timeout = timedelta(seconds=timeout_s)
-    memory = None
+    restart_store = None
     if backend == "mpi":
         dist.init_process_group("mpi")
     else:
-        if place.launcher in ("paceline", "torchrun"):  # these host the store and name it in MASTER_ADDR and MASTER_PORT
+        if place.launcher in ("paceline", "torchrun"):  # these host a store, at MASTER_ADDR and MASTER_PORT
             theirs, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
-            store = meet_afresh(theirs, place, timeout)
-            # A program may train several times: an attempt's n-th world is heir to the last attempt's n-th.
-            memory = PrefixStore(f"paceline/world-{next(_worlds)}", theirs)
+            store = meet_in_launcher_store(theirs, place, timeout)
+            # A program may train several times: the n-th world of an attempt reads the notes of the n-th of the last attempt.
+            restart_store = PrefixStore(f"paceline/world-{next(_worlds)}", theirs)
         else:
             store = meet(place, timeout)
         dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size, store=store)
     try:
-        with _own_stream(device), _own_cores(place, device) as usable:
+        with _own_stream(device), _bound_to_cores(place, device) as usable:
             yield World(
                 rank=place.rank,
                 local_rank=place.local_rank,
@@ -131,12 +130,12 @@ def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
                 device=device,
                 backend=backend,
                 launcher=place.launcher,
-                memory=memory,
-                cores=usable,
+                restart_store=restart_store,
+                node_cores=usable,
             )
     except BaseException:
-        # After a failure the other workers may be stuck in a collective, and leaving in good order would wait for them. They
-        # notice the closed connection when this process ends.
+        # After a failure the other workers may be stuck in a collective, and destroying the process group would wait for them.
+        # They notice the closed connection when this process ends.
         if place.size == 1:
             dist.destroy_process_group()
         raise
@@ -145,7 +144,7 @@ def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
 
 @contextmanager
 def _own_stream(device: torch.device) -> Iterator[None]:
-    """All of a GPU worker's kernels in one stream that is not the default one, which no CUDA graph can be recorded in."""
+    """Run all of a GPU worker's kernels in one stream of its own: CUDA graphs cannot be captured in the default stream."""
     if device.type != "cuda":
         yield
         return
@@ -158,12 +157,12 @@ def _own_stream(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _own_cores(place: Place, device: torch.device) -> Iterator[frozenset[int] | None]:
-    """Bind a CPU worker to its share of the node's cores while the world lasts; gives those it had before, if so.
+def _bound_to_cores(place: Place, device: torch.device) -> Iterator[frozenset[int] | None]:
+    """Bind a CPU worker to its share of the node's cores while the block runs. Yields the cores it had before; None: not bound.
 
-    Then neither it nor what it keeps in a core's cache moves, and gloo's threads wake up on their own worker's core.
+    A bound worker keeps what is in its core's cache, and gloo's threads wake up on their own worker's core.
     """
-    share = own_cores(place) if device.type == "cpu" else None
+    share = cores_for_worker(place) if device.type == "cpu" else None
     if share is None:
         yield None
         return
@@ -176,25 +175,29 @@ def _own_cores(place: Place, device: torch.device) -> Iterator[frozenset[int] | 
 
 
 def _bind_threads(cores: Iterable[int]) -> None:
-    """Bind all threads of this process: those that compute and gloo's are there already, and live longer than a world."""
+    """Bind all threads of this process: those that compute and gloo's already exist, and outlive a world.
+
+    Not with psutil: its `cpu_affinity` binds one thread, and every CPU worker would import it for a list of thread ids.
+    """
     for thread in os.listdir("/proc/self/task"):
-        with suppress(OSError):  # one that has just ended
+        with suppress(OSError):  # it has just ended
             os.sched_setaffinity(int(thread), cores)
 
 
 def choose_device(place: Place, backend: str) -> tuple[torch.device, str]:
-    """This worker's device and the backend that suits it, or a UsageError that says what to ask for instead."""
+    """This worker's device and backend; a UsageError says what to choose instead if `backend` does not work here."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend == "auto":
         backend = "nccl" if gpus and dist.is_nccl_available() else "gloo"
     if backend not in backends():
         raise UsageError(
-            f"--backend {backend}: this torch ({torch.__version__}) was built without it; it has {', '.join(backends())}"
+            f"--backend {backend}: this torch ({torch.__version__}) was built without it;"
+            f" use --backend {' or '.join(backends())}"
         )
     if backend == "nccl":
         if not gpus:
-            raise UsageError("--backend nccl: nccl needs GPUs and none is visible here; use --backend gloo")
-        bound_elsewhere = gpus == 1 and place.launcher in ("srun", "mpirun")  # each task may see its own GPU as number 0
+            raise UsageError("--backend nccl needs GPUs, and no GPU is visible here; use --backend gloo")
+        bound_elsewhere = gpus == 1 and place.launcher in ("srun", "mpirun")  # each task may see its own GPU as device 0
         if place.local_size > gpus and not bound_elsewhere:
             raise UsageError(
                 f"{place.local_size} workers on a node with {gpus} GPU(s): use --workers {gpus}, or --backend gloo to share"
@@ -210,34 +213,34 @@ def backends() -> list[str]:
 
 
 def describe_devices(world: World) -> str:
-    """`2 CPU workers, 1 thread each` or `4 x NVIDIA H200`: what the contract says about where it runs."""
+    """The devices, for the contract: `2 CPU workers, 1 thread each` or `4 x NVIDIA H200`."""
     if world.device.type == "cuda":
         name = torch.cuda.get_device_name(world.device)
         shared = world.local_size > torch.cuda.device_count()
         return f"{world.size} x {name}" if not shared else f"{world.size} workers sharing {torch.cuda.device_count()} x {name}"
     threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
     workers = f"1 CPU worker, {threads}" if world.size == 1 else f"{world.size} CPU workers, {threads} each"
-    return f"{workers} ({len(world.cores) if world.cores else cores()} cores, no GPU)"
+    return f"{workers} ({len(world.node_cores) if world.node_cores else core_count()} cores, no GPU)"
 
 
 def interfaces() -> dict[str, str]:
-    """Network interfaces that have an IPv4 address, with the address."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                reply = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            except OSError:  # an interface without an address
-                continue
-            found[name] = socket.inet_ntoa(reply[20:24])
+    """Network interfaces that have an IPv4 address, with their first one."""
+    import psutil  # here: only `paceline doctor` and runs on several nodes need it, and importing it takes 20 ms
+
+    found: dict[str, str] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family == socket.AF_INET:
+                found.setdefault(name, each.address)
     return found
 
 
 def _choose_interface(place: Place) -> None:
-    """Tell gloo which network interface to use, and on one node also NCCL, unless the user did.
+    """Choose gloo's network interface, and on one node NCCL's too, unless the user did.
 
-    On one node nobody outside needs to connect, so both use the loopback. On several, gloo would look up the host's own name,
-    which on many systems is 127.0.1.1 (two nodes then never connect) or does not resolve (gloo then fails even for one worker).
+    On one node no other machine needs to connect, so both use the loopback. On several nodes gloo would look up the host's own
+    name, which on many systems is 127.0.1.1 (two nodes then never connect) or does not resolve (gloo then fails even for one
+    worker).
     """
     if not sys.platform.startswith("linux"):
         return
@@ -250,8 +253,8 @@ def _choose_interface(place: Place) -> None:
     host, _ = meeting_point(place)
     mine = _address_towards(host)
     if mine.startswith("127.") and not host.startswith(("127.", "localhost")):
-        # A name of this machine's own: Debian's /etc/hosts has it as 127.0.1.1, which no other node can reach. Take the
-        # interface of the default route, or the first one that is not the loopback.
+        # This machine's own name: Debian's /etc/hosts maps it to 127.0.1.1, which no other node can reach. Use the interface
+        # of the default route, or the first one that is not the loopback.
         outside = [address for address in interfaces().values() if not address.startswith("127.")]
         mine = _address_towards("198.51.100.1") or next(iter(outside), mine)
     for name, address in interfaces().items():
@@ -260,7 +263,7 @@ def _choose_interface(place: Place) -> None:
 
 
 def _address_towards(host: str) -> str:
-    """This machine's address on the route to a host, or "" where there is no route."""
+    """This machine's address on the route to a host; "" without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # sends nothing: it only picks the route

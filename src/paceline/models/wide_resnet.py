@@ -1,4 +1,4 @@
-"""Wide residual nets, Zagoruyko & Komodakis 2016 (arXiv:1605.07146): fewer layers, more channels, more work for a GPU at once.
+"""Wide residual nets, Zagoruyko & Komodakis 2016 (arXiv:1605.07146): fewer layers with more channels, which keep a GPU busier.
 
 WRN-depth-width: three stages of n pre-activated blocks (norm-ReLU-conv twice, He et al. 2016, arXiv:1603.05027) of 16, 32 and
 64 times `width` channels at 1, 1/2 and 1/4 of the image's size; depth = 6n + 4.
@@ -14,7 +14,7 @@ from paceline.core.norms import NormKind, make_norm
 from paceline.models.convs import conv3x3, he_init
 from paceline.models.options import Count, Fraction, Rule, require_image_size
 
-Depth = Annotated[int, Rule("6n + 4: 10, 16, 22, 28, 34, 40 ...", lambda n: n >= 10 and n % 6 == 4)]
+Depth = Annotated[int, Rule("6n + 4 (10, 16, 22, 28, 34, 40 ...)", lambda n: n >= 10 and n % 6 == 4)]
 
 
 def wide_resnet(

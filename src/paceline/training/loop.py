@@ -314,7 +314,7 @@ class _Fit:
         if self.stop_requested:
             why = (self.watch and self.watch.why_stop()) or "a signal to another worker"
             # The first worker to exit ends the others: all wait until rank 0 has written the checkpoint.
-            saved, why = self.run.world.share([self.keeper.wait(), why] if self.run.world.speaks else None)
+            saved, why = self.run.world.broadcast([self.keeper.wait(), why] if self.run.world.is_main else None)
             written = (
                 "a checkpoint is written, and the same command with --resume goes on" if saved else "no checkpoint is written"
             )

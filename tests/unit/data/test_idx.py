@@ -1,4 +1,4 @@
-"""`read_idx` gives what was written, and refuses every file that is not whole."""
+"""`read_idx` returns what was written, and refuses every file that is damaged."""
 
 import gzip
 import struct
@@ -77,7 +77,7 @@ def test_a_broken_deflate_stream_is_refused(tmp_path):
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_trailing_bytes_are_refused(tmp_path, pack):
     (tmp_path / "long").write_bytes(pack(WHOLE + b"\0"))
-    assert "follow" in refusal(tmp_path / "long")
+    assert "more than the 30 bytes" in refusal(tmp_path / "long")
 
 
 @pytest.mark.parametrize("magic", [b"\0\0\x0d\x03", b"\1\0\x08\x03", b"<htm", b"\0\0\x08\xff"])
@@ -91,17 +91,17 @@ def test_a_shape_that_numpy_cannot_hold_is_refused(tmp_path):
     assert "damaged" in refusal(tmp_path / "shape")
 
 
-def test_a_bomb_is_read_no_further_than_its_header_promises(tmp_path, monkeypatch):
+def test_a_bomb_is_read_no_further_than_its_header_claims(tmp_path, monkeypatch):
     read = []
     true_read = gzip.GzipFile.read
     monkeypatch.setattr(gzip.GzipFile, "read", lambda self, size=-1: read.append(size) or true_read(self, size))
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(WHOLE + bytes(64 << 20)))
-    assert "follow" in refusal(tmp_path / "bomb.gz")
+    assert "more than the 30 bytes" in refusal(tmp_path / "bomb.gz")
     assert all(size >= 0 for size in read)
     assert sum(read) == len(WHOLE) + 1
 
 
-def test_a_header_that_promises_too_much_takes_no_memory(tmp_path, monkeypatch):
+def test_a_header_that_claims_too_much_takes_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(idx, "_CHUNK_BYTES", 16)
     (tmp_path / "liar").write_bytes(b"\0\0\x08\x03" + struct.pack(">3I", *[2**32 - 1] * 3) + bytes(100))
     assert "100 of" in refusal(tmp_path / "liar")

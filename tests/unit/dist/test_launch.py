@@ -1,4 +1,4 @@
-"""Attempts, restarts and stops: the policy with attempts that are made up, and torch elastic with tiny real workers."""
+"""Attempts, restarts and stops: the policy with simulated attempts, and torch elastic with tiny real workers."""
 
 import os
 import signal
@@ -13,28 +13,29 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines import alive, end_family, free_ports, wait_for
+from harness.engines import end_family, free_ports, wait_for
+from harness.processes import alive
 from paceline.config import Config
 from paceline.dist import launch as module
 from paceline.dist import restarts
 from paceline.dist.agent import Meeting
 from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, _meeting, launch, start_as_worker
-from paceline.dist.messages import Report
+from paceline.dist.messages import Failure
 from paceline.errors import PacelineError, UsageError
 
 
 @pytest.fixture
-def reports(tmp_path, monkeypatch):
-    monkeypatch.setenv("PACELINE_REPORTS", str(tmp_path))
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_MESSAGES", str(tmp_path))
     return tmp_path
 
 
 @pytest.fixture
 def attempts(monkeypatch):
-    """Attempts that end as the test says; what each was started with."""
+    """Simulated attempts that end as the test says; yields what each was started with."""
     endings, started = [], []
 
-    def attempt(command, crew, config, reports, wish):
+    def attempt(command, crew, config, folder, request):
         started.append((list(command), crew.workers))
         ending = endings.pop(0)
         return ending() if callable(ending) else ending
@@ -45,10 +46,10 @@ def attempts(monkeypatch):
 
 
 def failed(rank=1, code=1, record=None):
-    return Outcome(code, Report(rank, 1.0, code, f"worker {rank} was killed by SIGKILL\nand more"), record)
+    return Outcome(code, Failure(rank, 1.0, code, f"worker {rank} was killed by SIGKILL\nand more"), record)
 
 
-def test_a_failed_attempt_is_started_again_from_the_record(attempts, capsys):
+def test_a_failed_attempt_is_restarted_from_the_record(attempts, capsys):
     endings, started = attempts
     endings += [failed(record=Path("/runs/x")), failed(rank=0), Outcome(0, None, Path("/runs/x"))]
     assert launch(["train", "t.py"], Config(workers=2, max_restarts=3)) == Outcome(0, None, Path("/runs/x"))
@@ -70,7 +71,7 @@ def test_the_last_failure_is_the_outcome(attempts):
 @pytest.mark.parametrize(
     "ending", [failed(code=2), failed(code=3), Outcome(0), Outcome(INTERRUPTED), Outcome(STOPPED, None, Path("/runs/x"))]
 )
-def test_mistakes_divergence_and_stops_are_not_started_again(ending, attempts, capsys):
+def test_mistakes_divergence_and_stops_are_not_restarted(ending, attempts, capsys):
     endings, started = attempts
     endings.append(ending)
     assert launch(["train"], Config(workers=2, max_restarts=3)) == ending
@@ -86,10 +87,11 @@ def test_a_worker_that_keeps_failing_is_left_out(attempts, capsys):
         "the new worker 1 is not the old one; it ends where too few are left"
     )
     first = failed(rank=1)
-    text = f"{first.report.text}\nnot restarted: 1 device left, fewer than --min-workers 2"
-    assert outcome == replace(first, report=replace(first.report, text=text))
+    text = f"{first.failure.text}\nnot restarted: 1 device left, fewer than --min-workers 2"
+    assert outcome == replace(first, failure=replace(first.failure, text=text))
     assert started[-1][0] == ["train", "--workers=2", "--virtual-workers=3"]
-    assert capsys.readouterr().err.splitlines()[1].endswith("; restart 2 of 9 on 2 workers: worker 1's device counts as gone")
+    why = "worker 1's device failed twice and is no longer used"
+    assert capsys.readouterr().err.splitlines()[1].endswith(f"; restart 2 of 9 on 2 workers: {why}")
 
 
 def test_progress_in_between_keeps_the_worker(attempts, tmp_path):
@@ -110,33 +112,33 @@ import os, signal, sys, time
 from pathlib import Path
 from paceline.dist.launch import start_as_worker
 start_as_worker()
-from paceline.dist.messages import read_stop, report_done, report_failure, report_record
-rank, here, reports = int(os.environ["RANK"]), Path({here!r}), Path(os.environ["PACELINE_REPORTS"])
-attempt = int(reports.name)
+from paceline.dist.messages import read_stop, send_finished, send_failure, send_record_path
+rank, here, folder = int(os.environ["RANK"]), Path({here!r}), Path(os.environ["PACELINE_MESSAGES"])
+attempt = int(folder.name)
 launcher = os.getppid()
 with (here / f"{{rank}}.log").open("a") as log:
     print(os.environ["OMP_NUM_THREADS"], *sys.argv[1:], file=log)
 
 def begin():
     if rank == 0:
-        report_record(here / "record")
+        send_record_path(here / "record")
 
 def wait_for(path):
     while not path.exists():
         time.sleep(0.01)
 
 def ask(number):
-    wait_for(here / "1.log")  # a worker that begins after a wish to stop ends by itself
+    wait_for(here / "1.log")  # a worker that begins after a request to stop ends by itself
     os.kill(launcher, number)
 
 {body}
-report_done()
+send_finished()
 """
 
 
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
-    """Make launch start this instead of Python: a worker that needs no torch and begins within 0.1 s."""
+    """Make launch start this instead of Python: a worker without torch that starts within 0.1 s."""
 
     def write(body):
         path = tmp_path / "worker"
@@ -150,7 +152,7 @@ def worker(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """Signal handlers are as they were after every test."""
+    """Check that every test restores the signal handlers."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -159,7 +161,7 @@ def handlers():
 
 @contextmanager
 def soon():
-    """Well before the 30 s that elastic, and the 100 s that a worker, would take."""
+    """Well within the 30 s that elastic would take, and the 100 s of a worker."""
     begin = time.monotonic()
     yield
     assert time.monotonic() - begin < 25
@@ -169,13 +171,13 @@ def log(folder, rank):
     return [line.split() for line in (folder / f"{rank}.log").read_text().splitlines()]
 
 
-def test_workers_that_end_well(worker, tmp_path):
+def test_workers_that_succeed(worker, tmp_path):
     worker("begin()")
     assert launch(["train", "t.py"], Config(workers=2)) == Outcome(0, None, tmp_path / "record")
     assert [line[1:] for line in log(tmp_path, 0) + log(tmp_path, 1)] == 2 * [["-P", "-m", "paceline", "train", "t.py"]]
 
 
-def test_a_killed_worker_is_started_again(worker, tmp_path, capsys):
+def test_a_killed_worker_is_restarted(worker, tmp_path, capsys):
     worker("begin(); attempt == 1 and rank == 1 and os.kill(os.getpid(), signal.SIGKILL); attempt == 1 and time.sleep(100)")
     assert launch(["train"], Config(workers=2, max_restarts=1)) == Outcome(0, None, tmp_path / "record")
     (first, second) = log(tmp_path, 1)
@@ -185,7 +187,7 @@ def test_a_killed_worker_is_started_again(worker, tmp_path, capsys):
     assert err.endswith("; restart 1 of 1 on 2 workers\n")
 
 
-def test_one_worker_is_started_again(worker, tmp_path, monkeypatch):
+def test_a_single_worker_is_restarted(worker, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     worker("attempt == 1 and sys.exit(7)")
     assert launch(["train"], Config(max_restarts=1)).exit_code == 0
@@ -206,7 +208,7 @@ def test_fewer_workers_have_more_threads_each(worker, tmp_path, monkeypatch):
     assert log(tmp_path, 0)[-1][-2:] == ["--workers=1", "--virtual-workers=2"]
 
 
-def test_a_peer_that_ignores_sigterm_does_not_hold_up_the_end(worker, tmp_path, monkeypatch):
+def test_a_worker_that_ignores_sigterm_does_not_delay_the_end(worker, tmp_path, monkeypatch):
     """elastic alone would wait 30 s for it."""
     monkeypatch.setattr(module, "_KILL_AFTER_S", 1)
     worker(
@@ -215,7 +217,7 @@ def test_a_peer_that_ignores_sigterm_does_not_hold_up_the_end(worker, tmp_path, 
     )
     with soon():
         outcome = launch(["train"], Config(workers=2))
-    assert outcome.report is not None
+    assert outcome.failure is not None
 
 
 @pytest.mark.parametrize(
@@ -224,8 +226,8 @@ def test_a_peer_that_ignores_sigterm_does_not_hold_up_the_end(worker, tmp_path, 
 )
 def test_workers_that_are_asked_to_stop_end_by_themselves(number, code, why, worker, tmp_path):
     worker(
-        f"begin()\nif rank == 0:\n    ask({int(number)})\n    wait_for(reports / 'stop')\n"
-        "    (here / 'checkpoint').write_text(read_stop(reports))\n    sys.exit(1)\ntime.sleep(100)"
+        f"begin()\nif rank == 0:\n    ask({int(number)})\n    wait_for(folder / 'stop')\n"
+        "    (here / 'checkpoint').write_text(read_stop(folder))\n    sys.exit(1)\ntime.sleep(100)"
     )
     with soon():
         assert launch(["train"], Config(workers=2, max_restarts=3, grace_s=100)) == Outcome(
@@ -236,8 +238,8 @@ def test_workers_that_are_asked_to_stop_end_by_themselves(number, code, why, wor
 
 
 def test_a_run_that_is_done_before_it_could_stop_is_done(worker, tmp_path):
-    """As in the last validation: nobody looks for a wish to stop any more."""
-    worker("begin()\nrank or ask(signal.SIGTERM)\nwait_for(reports / 'stop')")
+    """As in the last validation, where workers no longer check for a request to stop."""
+    worker("begin()\nrank or ask(signal.SIGTERM)\nwait_for(folder / 'stop')")
     with soon():
         assert launch(["train"], Config(workers=2, grace_s=100)) == Outcome(0, None, tmp_path / "record")
 
@@ -248,7 +250,7 @@ if rank == 0:
     (here / "ready").touch()
     time.sleep(100)
 wait_for(here / "ready")
-report_failure(1, RuntimeError("Timed out waiting 11000ms for recv operation to complete"))
+send_failure(1, RuntimeError("Timed out waiting 11000ms for recv operation to complete"))
 sys.exit(1)
 """
 
@@ -256,15 +258,15 @@ sys.exit(1)
 @pytest.mark.parametrize(
     ("begin", "what"), [("", "if it was still loading data, raise --timeout-s"), ("begin()", "worker 0 hung")]
 )
-def test_a_worker_that_did_not_come_may_still_load(begin, what, worker, tmp_path):
+def test_a_worker_that_others_wait_for_may_still_be_loading(begin, what, worker, tmp_path):
     worker(WAITED.format(begin=begin))
     with soon():
-        report = launch(["train"], Config(workers=2)).report
-    assert report.rank == 0
-    assert what in report.text
+        failure = launch(["train"], Config(workers=2)).failure
+    assert failure.rank == 0
+    assert what in failure.text
 
 
-def test_a_stop_waits_no_longer_than_its_grace(worker, tmp_path):
+def test_a_stop_waits_no_longer_than_the_grace_period(worker, tmp_path):
     worker("begin()\nrank or ask(signal.SIGTERM)\ntime.sleep(100)")
     with soon():
         assert launch(["train"], Config(workers=2, grace_s=0.5)) == Outcome(STOPPED, None, tmp_path / "record", "SIGTERM")
@@ -272,8 +274,7 @@ def test_a_stop_waits_no_longer_than_its_grace(worker, tmp_path):
 
 def test_a_second_signal_ends_them_at_once(worker, tmp_path):
     worker(
-        "begin()\nif rank == 0:\n    ask(signal.SIGINT)\n    wait_for(reports / 'stop')\n"
-        "    ask(signal.SIGINT)\ntime.sleep(100)"
+        "begin()\nif rank == 0:\n    ask(signal.SIGINT)\n    wait_for(folder / 'stop')\n    ask(signal.SIGINT)\ntime.sleep(100)"
     )
     with soon():
         assert launch(["train"], Config(workers=2, grace_s=100)) == Outcome(INTERRUPTED, None, tmp_path / "record", "Ctrl-C")
@@ -287,24 +288,24 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(worker):
 
 def test_a_worker_that_ends_before_the_run_is_done_is_named(worker):
     """With exit code 0, by sys.exit or os._exit in user code: the others lose contact, and torch elastic sees no failure."""
-    worker("begin()\nif rank == 1:\n    os._exit(0)\nreport_failure(0, RuntimeError('Connection closed by peer'))\nsys.exit(1)")
-    report = launch(["train"], Config(workers=2)).report
-    assert report.rank == 1
-    assert report.text == ("worker 1 ended with exit code 0 before the run was done: does the task call sys.exit or os._exit?")
+    worker("begin()\nif rank == 1:\n    os._exit(0)\nsend_failure(0, RuntimeError('Connection closed by peer'))\nsys.exit(1)")
+    failure = launch(["train"], Config(workers=2)).failure
+    assert failure.rank == 1
+    assert failure.text == ("worker 1 ended with exit code 0 before the run was done: does the task call sys.exit or os._exit?")
 
 
 def test_workers_that_all_end_before_the_run_is_done_have_failed(worker):
     worker("begin()\nos._exit(0)")
     outcome = launch(["train"], Config(workers=2))
     assert outcome.exit_code == 1
-    assert "ended with exit code 0 before the run was done" in outcome.report.text
+    assert "ended with exit code 0 before the run was done" in outcome.failure.text
 
 
-def test_the_worker_that_somebody_terminated_is_named(worker):
+def test_a_worker_terminated_from_outside_is_named(worker):
     """Not worker 0, which torch elastic terminates because of it."""
     worker("begin()\nif rank == 1:\n    wait_for(here / '0.log')\n    os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(100)")
     with soon():
-        assert launch(["train"], Config(workers=2)).report.text == "worker 1 was killed by SIGTERM"
+        assert launch(["train"], Config(workers=2)).failure.text == "worker 1 was killed by SIGTERM"
 
 
 LEAVES_A_CHILD = """
@@ -327,7 +328,7 @@ def test_what_a_worker_has_started_ends_before_the_next_attempt(worker, tmp_path
     with soon():
         assert launch(["train"], Config(workers=2, max_restarts=1)).exit_code == 0
     wait_for(lambda: not alive(int((tmp_path / "child").read_text())), 10, lambda: "the child still runs")
-    # It was killed before: at most, nobody has collected it yet.
+    # It was killed earlier: at most it is still a zombie.
     assert (tmp_path / "left").exists()
 
 
@@ -360,7 +361,7 @@ def test_what_a_worker_left_behind_is_terminated_first(worker, tmp_path):
     assert (tmp_path / "uploaded").exists()
 
 
-def test_what_a_worker_left_behind_is_killed_at_last(worker, tmp_path, monkeypatch):
+def test_what_a_worker_left_behind_is_finally_killed(worker, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_LEFT_S", 0.1)
     worker(LEAVES_AN_UPLOADER.format(on_term="signal.SIG_IGN", then="time.sleep(100)"))
     with soon():
@@ -388,11 +389,11 @@ def test_the_launcher_unpickles_nothing(worker, tmp_path, monkeypatch):
 def test_a_taken_port_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(PacelineError, match=f"node 0 cannot listen at {where}: Address already in use; use another --rend"):
+        with pytest.raises(PacelineError, match=f"node 0 cannot listen at {where}: Address already in use; choose another"):
             launch(["train"], Config(workers=1, nodes=2, rendezvous=where))
 
 
-def test_off_the_main_thread_workers_run_too(worker, tmp_path):
+def test_workers_can_be_launched_outside_the_main_thread(worker, tmp_path):
     worker("begin()")
     outcomes = []
     thread = threading.Thread(target=lambda: outcomes.append(launch(["train"], Config(workers=2))))
@@ -415,7 +416,7 @@ def test_two_nodes_meet_again_at_the_same_port(worker, tmp_path):
     python = sys.executable
     script = worker(
         "if attempt == 1 and rank == 1:\n    sys.exit(7)\n"
-        "if attempt == 1:\n    report_failure(0, RuntimeError('Connection closed by peer'))\n    sys.exit(1)\n"
+        "if attempt == 1:\n    send_failure(0, RuntimeError('Connection closed by peer'))\n    sys.exit(1)\n"
     )
     (port,) = free_ports(1)
     started = [
@@ -428,7 +429,7 @@ def test_two_nodes_meet_again_at_the_same_port(worker, tmp_path):
         for process in started:
             end_family(process)
     assert [process.returncode for process in started] == [0, 0], said
-    assert said[1] == "paceline: worker 1 ended with exit code 7 and left no report; restart 1 of 1 on 2 workers\n"
+    assert said[1] == "paceline: worker 1 ended with exit code 7 and no error message; restart 1 of 1 on 2 workers\n"
     assert [len(log(tmp_path, rank)) for rank in range(2)] == [2, 2]
 
 
@@ -452,25 +453,25 @@ def test_nodes_meet_at_the_master(monkeypatch):
 
 
 @pytest.mark.parametrize("rendezvous", ["", "node0", "node0:", ":29500", "node0:http", "node0:\u00b2"])
-def test_nodes_that_do_not_know_where_to_meet(rendezvous, monkeypatch):
+def test_several_nodes_need_the_address_of_node_0(rendezvous, monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(UsageError, match="--nodes 2 needs to know where node 0 is: give --rendezvous HOST:PORT"):
+    with pytest.raises(UsageError, match="--nodes 2 needs the address of node 0: use --rendezvous HOST:PORT"):
         _meeting(Config(nodes=2, rendezvous=rendezvous))
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "99999", "184467440737095516150"])
-def test_nodes_meet_at_a_port_that_exists(port, monkeypatch):
-    with pytest.raises(UsageError, match=f"^--rendezvous node0:{port}: a port is a number from 1 to 65535$"):
+def test_a_port_out_of_range_is_refused(port, monkeypatch):
+    with pytest.raises(UsageError, match=f"^--rendezvous node0:{port}: a port must be a number from 1 to 65535$"):
         _meeting(Config(nodes=2, rendezvous=f"node0:{port}"))
     monkeypatch.setenv("MASTER_ADDR", "node0")
     monkeypatch.setenv("MASTER_PORT", port)
-    with pytest.raises(UsageError, match=f"^MASTER_PORT is {port}: a port is a number from 1 to 65535$"):
+    with pytest.raises(UsageError, match=f"^MASTER_PORT is {port}: a port must be a number from 1 to 65535$"):
         _meeting(Config(nodes=2))
 
 
-def test_a_worker_without_its_launcher_ends_at_once(reports, monkeypatch):
-    """Its parent is not the agent it was started by, so the agent is gone already."""
+def test_a_worker_without_its_launcher_ends_at_once(folder, monkeypatch):
+    """Its parent is not the agent that started it, so the agent is already gone."""
     ended: list[int] = []
     handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setenv("PACELINE_AGENT", str(os.getpid()))
@@ -483,7 +484,7 @@ def test_a_worker_without_its_launcher_ends_at_once(reports, monkeypatch):
     assert ended == [1]
 
 
-def test_a_worker_asked_to_stop_before_it_began_ends_at_once(reports, monkeypatch):
+def test_a_worker_asked_to_stop_before_it_began_ends_at_once(folder, monkeypatch):
     ended: list[int] = []
     handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setenv("PACELINE_AGENT", str(os.getppid()))
@@ -492,7 +493,7 @@ def test_a_worker_asked_to_stop_before_it_began_ends_at_once(reports, monkeypatc
     try:
         start_as_worker()
         assert ended == []
-        (reports / "stop").write_text("SIGTERM")
+        (folder / "stop").write_text("SIGTERM")
         start_as_worker()
     finally:
         signal.signal(signal.SIGINT, handler)

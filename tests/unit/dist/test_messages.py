@@ -1,4 +1,4 @@
-"""Which failure was the first, and what workers and their launcher tell each other."""
+"""Which failure caused the others, and the messages between workers and launcher."""
 
 import json
 import os
@@ -9,26 +9,26 @@ from torch._utils import ExceptionWrapper
 
 from paceline.dist.launch import start_as_worker
 from paceline.dist.messages import (
-    Report,
+    Failure,
     ask_to_stop,
     first_failure,
     headline,
     is_lost_contact,
-    read_begun,
-    read_record,
-    read_reports,
+    read_failures,
+    read_record_path,
+    read_started,
     read_stop,
     read_unfinished,
-    report_begun,
-    report_done,
-    report_failure,
-    report_record,
+    send_failure,
+    send_finished,
+    send_record_path,
+    send_started,
 )
 from paceline.errors import Diverged, UsageError
 
 
 class DistBackendError(RuntimeError):
-    """torch's errors are known by their names, so that torch need not be loaded."""
+    """torch's errors are recognized by name, so that torch need not be imported."""
 
 
 class DistStoreError(RuntimeError):
@@ -43,29 +43,29 @@ LOST = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by pe
 
 
 @pytest.fixture
-def reports(tmp_path, monkeypatch):
-    monkeypatch.setenv("PACELINE_REPORTS", str(tmp_path))
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_MESSAGES", str(tmp_path))
     return tmp_path
 
 
-def report(rank: int, when: float, *, lost: bool = False) -> Report:
-    return Report(rank, when, 1, f"report of {rank}", lost)
+def failed(rank: int, when: float, *, lost: bool = False) -> Failure:
+    return Failure(rank, when, 1, f"failure of {rank}", lost)
 
 
 def test_an_own_error_comes_before_lost_contact():
-    assert first_failure([report(0, 1.0, lost=True), report(1, 2.0)], {0: 1, 1: 1}).rank == 1
+    assert first_failure([failed(0, 1.0, lost=True), failed(1, 2.0)], {0: 1, 1: 1}).rank == 1
 
 
 def test_an_own_error_comes_before_a_kill():
-    assert first_failure([report(1, 2.0)], {0: -signal.SIGKILL, 1: 1}).rank == 1
+    assert first_failure([failed(1, 2.0)], {0: -signal.SIGKILL, 1: 1}).rank == 1
 
 
 def test_the_earliest_own_error_counts():
-    assert first_failure([report(0, 3.0), report(1, 1.5), report(2, 2.0), report(3, 1.0, lost=True)], {}).rank == 1
+    assert first_failure([failed(0, 3.0), failed(1, 1.5), failed(2, 2.0), failed(3, 1.0, lost=True)], {}).rank == 1
 
 
 def test_a_killed_worker_is_the_cause_of_lost_contact():
-    found = first_failure([report(0, 1.0, lost=True), report(2, 1.1, lost=True)], {0: 1, 1: -signal.SIGKILL, 2: 1})
+    found = first_failure([failed(0, 1.0, lost=True), failed(2, 1.1, lost=True)], {0: 1, 1: -signal.SIGKILL, 2: 1})
     assert (found.rank, found.exit_code) == (1, 1)
     assert found.text.startswith("worker 1 was killed by SIGKILL")
     assert "out of memory" in found.text
@@ -81,22 +81,22 @@ def test_a_missing_instruction_has_a_cause_and_a_fix():
     assert text.endswith("use --precision fp32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16")
 
 
-def test_the_terminated_are_not_to_blame():
-    """On several nodes worker 0 may have lost one on another node; worker 1 is then ended by our own launcher."""
-    found = first_failure([report(0, 1.0, lost=True)], {0: 1, 1: -signal.SIGTERM}, {1})
+def test_workers_ended_by_the_launcher_are_not_blamed():
+    """On several nodes, worker 0 may have lost contact with another node; our own launcher then ends worker 1."""
+    found = first_failure([failed(0, 1.0, lost=True)], {0: 1, 1: -signal.SIGTERM}, {1})
     assert found.rank == 0
     assert first_failure([], {0: -signal.SIGTERM, 1: -signal.SIGTERM}, {0}).text == "worker 1 was killed by SIGTERM"
-    assert first_failure([report(0, 1.0, lost=True)], {0: 1, 1: -signal.SIGTERM}, ()).text == "worker 1 was killed by SIGTERM"
+    assert first_failure([failed(0, 1.0, lost=True)], {0: 1, 1: -signal.SIGTERM}, ()).text == "worker 1 was killed by SIGTERM"
 
 
 def test_exit_code_0_before_the_end_comes_before_lost_contact():
-    found = first_failure([report(0, 1.0, lost=True)], {0: 1, 1: 0})
+    found = first_failure([failed(0, 1.0, lost=True)], {0: 1, 1: 0})
     assert (found.rank, found.exit_code) == (1, 1)
     assert found.text.startswith("worker 1 ended with exit code 0 before the run was done: does the task call sys.exit")
 
 
-def test_an_error_of_a_loader_process_has_a_short_headline(reports):
-    """torch's text for it is that process's traceback."""
+def test_an_error_of_a_loader_process_has_a_short_headline(folder):
+    """The text of torch's error is the traceback of that process."""
     try:
         raise KeyError("no such sample")
     except KeyError:
@@ -104,112 +104,112 @@ def test_an_error_of_a_loader_process_has_a_short_headline(reports):
     with pytest.raises(KeyError) as caught:
         wrapped.reraise()
     assert headline(caught.value) == "KeyError: 'no such sample'"
-    report_failure(1, caught.value)
-    (found,) = read_reports(reports)
+    send_failure(1, caught.value)
+    (found,) = read_failures(folder)
     assert found.text.startswith("worker 1 failed first: KeyError: 'no such sample'\nTraceback")
     assert "test_an_error_of_a_loader_process" in found.text, "the process's own traceback is still there"
 
 
-def test_a_headline_has_an_end():
+def test_a_headline_is_cut():
     assert headline(ValueError("one\n  two")) == "ValueError: one two"
     assert len(headline(ValueError(1000 * "x"))) == 200
     assert headline(ValueError(1000 * "x")).endswith("x...")
 
 
-def test_workers_that_are_not_done_are_known(reports, monkeypatch):
+def test_workers_that_are_not_done_are_known(folder, monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert read_unfinished(reports) == set()
-    report_begun()
-    assert read_unfinished(reports) == {1}
-    report_done()
-    assert read_unfinished(reports) == set()
+    assert read_unfinished(folder) == set()
+    send_started()
+    assert read_unfinished(folder) == {1}
+    send_finished()
+    assert read_unfinished(folder) == set()
 
 
-def test_an_exit_without_a_report_is_said_so():
-    found = first_failure([report(0, 1.0, lost=True)], {0: 1, 1: 7})
-    assert found.text == "worker 1 ended with exit code 7 and left no report"
+def test_an_exit_without_a_message_is_named():
+    found = first_failure([failed(0, 1.0, lost=True)], {0: 1, 1: 7})
+    assert found.text == "worker 1 ended with exit code 7 and no error message"
     assert found.exit_code == 1
 
 
 def test_lost_contact_alone_is_the_earliest():
-    assert first_failure([report(0, 2.0, lost=True), report(1, 1.0, lost=True)], {0: 1, 1: 1}).rank == 1
+    assert first_failure([failed(0, 2.0, lost=True), failed(1, 1.0, lost=True)], {0: 1, 1: 1}).rank == 1
 
 
-def test_nothing_at_all_is_still_a_failure():
+def test_no_message_and_no_exit_code_is_still_a_failure():
     found = first_failure([], {})
     assert found.exit_code == 1
-    assert "without saying why" in found.text
+    assert "without an error message" in found.text
 
 
-def test_a_report_comes_back_as_it_was(reports):
-    assert report_failure(2, UsageError("no such thing"))
-    assert report_failure(0, Diverged("the loss is nan"))
-    first, second = read_reports(reports)
+def test_a_failure_comes_back_as_it_was_sent(folder):
+    assert send_failure(2, UsageError("no such thing"))
+    assert send_failure(0, Diverged("the loss is nan"))
+    first, second = read_failures(folder)
     assert (first.rank, first.exit_code, first.text, first.lost_contact) == (0, 3, "the loss is nan", False)
     assert (second.rank, second.exit_code, second.text, second.lost_contact) == (2, 2, "no such thing", False)
     assert second.when <= first.when
 
 
-def test_a_report_of_a_bug_has_the_traceback(reports):
+def test_a_bug_is_sent_with_its_traceback(folder):
     def buggy() -> None:
         raise LookupError("a bug")
 
     with pytest.raises(LookupError) as caught:
         buggy()
-    assert report_failure(1, caught.value)
-    (found,) = read_reports(reports)
+    assert send_failure(1, caught.value)
+    (found,) = read_failures(folder)
     assert found.text.startswith("worker 1 failed first: LookupError: a bug\nTraceback")
     assert "in buggy" in found.text
     assert found.text.endswith("LookupError: a bug")
     assert found.exit_code == 1
 
 
-def test_a_report_of_lost_contact_is_marked(reports):
-    report_failure(0, LOST)
-    (found,) = read_reports(reports)
+def test_lost_contact_is_marked(folder):
+    send_failure(0, LOST)
+    (found,) = read_failures(folder)
     assert found.lost_contact
     assert found.text.startswith("worker 0 lost contact with another worker: RuntimeError: ")
 
 
-def test_without_a_launcher_nobody_is_told(monkeypatch, tmp_path):
-    monkeypatch.delenv("PACELINE_REPORTS", raising=False)
-    assert not report_failure(0, UsageError("x"))
-    report_record(tmp_path)
-    report_begun()
+def test_without_a_launcher_no_message_is_sent(monkeypatch, tmp_path):
+    monkeypatch.delenv("PACELINE_MESSAGES", raising=False)
+    assert not send_failure(0, UsageError("x"))
+    send_record_path(tmp_path)
+    send_started()
     start_as_worker()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_launcher_that_is_gone_is_no_second_error(monkeypatch, tmp_path):
-    monkeypatch.setenv("PACELINE_REPORTS", str(tmp_path / "gone"))
-    assert not report_failure(0, UsageError("x"))
+def test_a_launcher_that_is_gone_causes_no_second_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("PACELINE_MESSAGES", str(tmp_path / "gone"))
+    assert not send_failure(0, UsageError("x"))
 
 
-def test_the_record_is_known_to_the_launcher(reports):
-    assert read_record(reports) is None
-    report_record(reports / "runs" / "x")
-    assert read_record(reports) == reports / "runs" / "x"
-    assert read_reports(reports) == []
+def test_the_record_is_known_to_the_launcher(folder):
+    assert read_record_path(folder) is None
+    send_record_path(folder / "runs" / "x")
+    assert read_record_path(folder) == folder / "runs" / "x"
+    assert read_failures(folder) == []
 
 
-def test_a_worker_killed_as_it_says_where_the_record_is(reports, monkeypatch):
-    """Half a name, or none, is no record: the next attempt would resume the folder it is in."""
+def test_a_worker_killed_as_it_says_where_the_record_is(folder, monkeypatch):
+    """Half a path, or an empty one, is not a record: the next attempt would resume the folder it is in."""
 
     def killed(path, target):
         raise InterruptedError
 
     monkeypatch.setattr("pathlib.Path.replace", killed)
     with pytest.raises(InterruptedError):
-        report_record(reports / "runs" / "x")
-    assert read_record(reports) is None
-    (reports / "record").touch()
-    assert read_record(reports) is None
+        send_record_path(folder / "runs" / "x")
+    assert read_record_path(folder) is None
+    (folder / "record").touch()
+    assert read_record_path(folder) is None
 
 
-def test_reports_are_json(reports):
-    report_failure(0, Diverged("one\ntwo"))
-    assert json.loads((reports / "0.json").read_text())["text"] == "one\ntwo"
+def test_messages_are_json(folder):
+    send_failure(0, Diverged("one\ntwo"))
+    assert json.loads((folder / "0.json").read_text())["text"] == "one\ntwo"
 
 
 @pytest.mark.parametrize(
@@ -257,13 +257,13 @@ def test_a_signal_without_a_name():
     assert "worker 0 was killed by signal 99" in first_failure([], {0: -99}).text
 
 
-def waited(rank: int, when: float) -> Report:
-    return Report(rank, when, 1, f"worker {rank} waited", lost_contact=True, waited=True)
+def waited(rank: int, when: float) -> Failure:
+    return Failure(rank, when, 1, f"worker {rank} waited", lost_contact=True, waited=True)
 
 
 @pytest.mark.parametrize("code", [-signal.SIGTERM, -signal.SIGKILL])
 def test_the_worker_that_the_others_waited_for_hung(code):
-    found = first_failure([waited(0, 1.0), report(2, 1.1, lost=True)], {0: 1, 1: code, 2: 1}, {1})
+    found = first_failure([waited(0, 1.0), failed(2, 1.1, lost=True)], {0: 1, 1: code, 2: 1}, {1})
     assert (found.rank, found.exit_code) == (1, 1)
     assert found.text.startswith("worker 1 hung: the others waited for it")
 
@@ -276,29 +276,29 @@ def test_before_the_run_has_begun_it_may_only_be_slow():
     assert first_failure([waited(1, 1.0)], {0: -signal.SIGSEGV, 1: 1}, begun=False).text == "worker 0 was killed by SIGSEGV"
 
 
-def test_a_worker_that_says_where_it_hangs_comes_first():
-    assert first_failure([waited(0, 1.0), report(1, 2.0)], {0: 1, 1: 1}).rank == 1
+def test_a_worker_that_shows_where_it_hangs_comes_first():
+    assert first_failure([waited(0, 1.0), failed(1, 2.0)], {0: 1, 1: 1}).rank == 1
 
 
-def test_a_crash_while_others_wait_is_no_hang():
+def test_a_crash_while_others_wait_is_not_a_hang():
     assert first_failure([waited(0, 1.0)], {0: 1, 1: -signal.SIGSEGV}).text == "worker 1 was killed by SIGSEGV"
 
 
-def test_an_error_that_ran_out_of_time_has_waited(reports):
-    report_failure(0, RuntimeError("Timed out waiting 600000ms for recv operation to complete"))
-    report_failure(1, LOST)
-    assert [(report.lost_contact, report.waited) for report in read_reports(reports)] == [(True, True), (True, False)]
+def test_a_timeout_is_marked_as_a_wait(folder):
+    send_failure(0, RuntimeError("Timed out waiting 600000ms for recv operation to complete"))
+    send_failure(1, LOST)
+    assert [(failure.lost_contact, failure.waited) for failure in read_failures(folder)] == [(True, True), (True, False)]
 
 
-def test_a_wish_to_stop_reaches_the_workers(reports):
-    assert read_stop(reports) == ""
-    ask_to_stop(reports, "SIGTERM")
-    assert read_stop(reports) == "SIGTERM"
-    ask_to_stop(reports / "gone", "SIGTERM")  # a launcher's folder that cannot be written to is no second error
+def test_a_request_to_stop_reaches_the_workers(folder):
+    assert read_stop(folder) == ""
+    ask_to_stop(folder, "SIGTERM")
+    assert read_stop(folder) == "SIGTERM"
+    ask_to_stop(folder / "gone", "SIGTERM")  # a launcher's folder that cannot be written to is not a second error
 
 
-def test_workers_that_have_begun_are_known(reports):
-    assert read_begun(reports) == []
-    report_begun()
-    assert read_begun(reports) == [os.getpid()]
-    assert read_reports(reports) == []
+def test_workers_that_have_started_are_known(folder):
+    assert read_started(folder) == []
+    send_started()
+    assert read_started(folder) == [os.getpid()]
+    assert read_failures(folder) == []

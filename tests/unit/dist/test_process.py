@@ -4,19 +4,20 @@ import signal
 import subprocess
 import sys
 
-from harness.engines import alive, wait_for
-from paceline.dist.process import has_members, signal_name
+from harness.engines import wait_for
+from harness.processes import alive
+from paceline.dist.process import group_is_running, signal_name
 
 
-def test_a_group_has_members_while_one_of_them_runs():
-    """A zombie is none: the launcher would wait for it in vain where process 1 collects nobody."""
+def test_a_group_is_running_until_its_last_process_ends():
+    """A zombie does not count: where process 1 does not reap it, the launcher would wait forever."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
-    assert has_members(child.pid)
+    assert group_is_running(child.pid)
     child.kill()
     wait_for(lambda: not alive(child.pid), 10, lambda: "the child still runs")
-    assert not has_members(child.pid)
+    assert not group_is_running(child.pid)
     child.communicate()
-    assert not has_members(child.pid)
+    assert not group_is_running(child.pid)
 
 
 def test_signals_have_names():

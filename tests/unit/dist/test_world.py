@@ -1,7 +1,10 @@
 """Which network interface a worker's backends use."""
 
 import os
+import socket
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from paceline.dist import world as module
@@ -20,13 +23,27 @@ def unset(monkeypatch):
         os.environ.pop(name, None)
 
 
+def address(family, text):
+    return SimpleNamespace(family=family, address=text)
+
+
+def test_an_interface_is_listed_with_its_first_ipv4_address(monkeypatch):
+    found = {
+        "lo": [address(socket.AF_INET6, "::1"), address(socket.AF_INET, "127.0.0.1")],
+        "eth0": [address(socket.AF_INET, "192.0.2.1"), address(socket.AF_INET, "192.0.2.9")],
+        "ifb0": [address(socket.AF_PACKET, "2e:be:bc:93:3a:cb")],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    assert module.interfaces() == {"lo": "127.0.0.1", "eth0": "192.0.2.1"}
+
+
 def test_on_one_node_backends_keep_to_the_loopback(unset):
     _choose_interface(Place(size=2, local_size=2))
     assert [os.environ[name] for name in NAMES] == ["lo", "=lo"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_user_says_stays(name, unset, monkeypatch):
+def test_the_users_choice_stays(name, unset, monkeypatch):
     monkeypatch.setenv(name, "eth7")
     _choose_interface(Place(size=2, local_size=2))
     assert os.environ[name] == "eth7"

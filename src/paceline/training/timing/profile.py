@@ -47,7 +47,7 @@ class Profile:
         self._clock.follow_buckets(False)
         workers = self._world.gather([_plain(each, self._names) for each in self._taken])
         self._taken = []
-        return make_timeline(workers, self._how) if self._world.speaks else None
+        return make_timeline(workers, self._how) if self._world.is_main else None
 
 
 def make_timeline(workers: Sequence[Sequence[Mapping[str, Any]]], how: Mapping[str, Any]) -> dict[str, Any]:
