@@ -667,9 +667,3 @@ def test_the_table_needs_no_torch_and_no_run():
 def test_what_is_no_results(mistake, text, words):
     Path("x.json").write_text(text)
     assert words in mistake("study", "x.json", "--table")
-
-
-def test_json_has_no_nan():
-    write_json(Path("x.json"), {"a": [float("nan"), {"b": float("inf")}, 1.5], "c": (1,)})
-    assert json.loads(Path("x.json").read_text()) == {"a": [None, {"b": None}, 1.5], "c": [1]}
-    assert os.listdir() == ["x.json"]
