@@ -11,7 +11,7 @@ from paceline import cli, toml
 from paceline import rehearse as rehearsal
 from paceline.config import make_config
 from paceline.rehearse import REFERENCE, make_rehearsal, nearest_recipe, verdict
-from paceline.study.study import plan_runs
+from paceline.study.study import list_runs
 from paceline.toml import read_recipe
 
 TINY = ("--model", "linear", "--train-samples", "128", "--reference-batch", "16", "--epochs", "1", "--seeds", "2")
@@ -198,7 +198,7 @@ def test_without_a_verdict_the_best_so_far_is_named():
 def test_what_needs_parts_is_not_asked_of_one_worker(package, more):
     package()
     study, _ = make_rehearsal("fashion-mnist-mini", {"workers": 4, **more}, seeds=(0,), margin=0.005)
-    assert plan_runs(study)  # which checks every arm
+    assert list_runs(study)  # this checks every arm
     reference = next(arm for arm in study.arms if arm.name == "reference")
     assert not set(more.items()) & set(reference.options.items())
 
