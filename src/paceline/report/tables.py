@@ -14,7 +14,7 @@ _MOST_SIDE = 400  # points along one side of a landscape
 
 
 def view_scale(found: Mapping[str, Any], problems: list[str]) -> dict[str, Any] | None:
-    """A scale.json: its counts in order, its links, its advice."""
+    """A scale.json: its counts in order, its links, its verdict."""
     counts = _list(found.get("counts"))
     rows = [row for row in map(_count, counts) if row]
     if not rows:
@@ -27,7 +27,7 @@ def view_scale(found: Mapping[str, Any], problems: list[str]) -> dict[str, Any] 
         "unit": unit_of(found),
         "counts": sorted(rows, key=lambda row: float(row["workers"])),
         "links": [link for link in map(_link, _list(found.get("links"))) if link],
-        "advice": text(found.get("advice")),
+        "verdict": text(found.get("verdict")),
     }
 
 

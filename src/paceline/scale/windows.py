@@ -1,5 +1,7 @@
-"""One world's side of `paceline scale`: train in windows, first for the speed and then with every step timed; then all-reduces
-by themselves. Every worker does the same."""
+"""`paceline scale` in one world: windows of steps to measure speed, windows of timed steps, then all-reduces by themselves.
+
+Everything here is collective: call on every rank.
+"""
 
 import itertools
 import statistics
@@ -19,19 +21,19 @@ from paceline.dist.world import World, world
 from paceline.errors import UsageError
 from paceline.loading import load_rest
 from paceline.records import COMPONENTS
-from paceline.scale.scale import summarise
+from paceline.scale.scale import summarize
 from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.capture import prepare as fast
 from paceline.training.timing.clock import Split, Timed, split_steps
 
-_WARM_UP = 15  # steps: DDP lays its buckets out anew after the first and measures ten
+_WARM_UP = 15  # steps: DDP rebuilds its buckets after the first and measures ten
 _LINK_BYTES = (4, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
 _LINK_ROUNDS = 15
 
 
 def measure_here(task_name: str, options: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Measure in the world that this process is in; what was found, on rank 0."""
+    """Measure in this process's world; rank 0 returns the measurements."""
     load_rest()
     with world(options.get("backend", "auto"), float(options.get("timeout_s", 600.0))) as here:
         task, config = tasks.resolve(task_name, options)
@@ -41,10 +43,10 @@ def measure_here(task_name: str, options: Mapping[str, Any], how: Mapping[str, A
 
 
 def measure(make: Callable[[bool], Run], how: Mapping[str, Any]) -> dict[str, Any]:
-    """The count and the links of a run, as scale.json has them. Every worker reaches this.
+    """Measure a run's entry in scale.json: its count and its links. Collective: call on every rank.
 
-    `make(profile)` builds it: once as it trains, for the speed, and once more with stamps wherever there can be any and a look
-    at DDP's buckets, for the parts. Both would not fit a device that one fills.
+    `make(profile)` builds the run twice: first as it trains, for the speed; then with every time stamp and DDP's buckets, for
+    the components of a step. The first is closed before the second is built, because a device may not have memory for both.
     """
     with make(False) as run:
         if not run.sampler.full_steps:
@@ -55,7 +57,7 @@ def measure(make: Callable[[bool], Run], how: Mapping[str, Any]) -> dict[str, An
         here, batch = run.world, run.sampler.global_batch
         work, steps = _begin(run, how)
         speeds = [steps * batch / work.window(steps) for _ in range(how["windows"])]
-        run.step.captured = None  # NCCL does not end while a graph lives that holds some of its work
+        run.step.captured = None  # NCCL does not shut down while a graph holds some of its work
     del run, work
     with make(True) as run:
         work, steps = _begin(run, how)
@@ -63,11 +65,11 @@ def measure(make: Callable[[bool], Run], how: Mapping[str, Any]) -> dict[str, An
         split, buckets = split_steps(timed, here), _describe_buckets(timed)
         links = _measure_links(here, _gradient_bytes(run)) if here.size > 1 else []
         run.step.captured = None
-    return {"count": _describe(run, split, {**summarise(speeds), "buckets": buckets}, links), "links": links}
+    return {"count": _describe(run, split, {**summarize(speeds), "buckets": buckets}, links), "links": links}
 
 
 def _begin(run: Run, how: Mapping[str, Any]) -> tuple["_Work", int]:
-    """The run's steps, warmed up, and how many of them make a window."""
+    """Warm up; returns the run's steps and the number of steps per window. Collective: call on every rank."""
     fast.prepare(run, 0)
     work = _Work(run)
     run.step.model.train()
@@ -78,13 +80,13 @@ def _begin(run: Run, how: Mapping[str, Any]) -> tuple["_Work", int]:
 
 
 class _Work:
-    """Steps to train, one after the other, full ones alone: those of one size."""
+    """An endless series of training steps. Only full steps: all have the same size."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._meter, self._steps = run, Meter(run.world), self._endless()
 
     def window(self, steps: int) -> float:
-        """How long so many steps take, all workers together."""
+        """The time that n steps take on all workers. Collective: call on every rank."""
         self._run.world.barrier()
         begin = time.perf_counter()
         for _ in range(steps):
@@ -94,7 +96,7 @@ class _Work:
         return time.perf_counter() - begin
 
     def timed(self, steps: int) -> list[Timed]:
-        """So many steps, each timed. On a GPU each is waited for, because a graph's stamps last until its next replay."""
+        """Time each of n steps. On a GPU, wait for each: a graph's time stamps are overwritten by its next replay."""
         clock, found = self._run.step.clock, []
         self._run.world.barrier()
         clock.on = True
@@ -116,13 +118,13 @@ class _Work:
     def _endless(self) -> Iterator[None]:
         run, number = self._run, 0
         for epoch in itertools.count():
-            plan = run.plan(epoch, range(run.sampler.full_steps))
-            flat = [(number + i, item) for i, passes in enumerate(plan) for item in passes]
+            steps = run.plan(epoch, range(run.sampler.full_steps))
+            flat = [(number + i, item) for i, passes in enumerate(steps) for item in passes]
             inputs = run.train.inputs([item.samples for _, item in flat], epoch, partial(self._seed, flat))
-            for passes in plan:
-                # After the schedule's end it begins anew: what is measured is speed.
+            for passes in steps:
+                # The schedule starts over at its end: only speed matters here.
                 values = run.step(number % run.step.schedule.total_steps, inputs, passes, run.sampler.global_batch)
-                for _ in self._meter.push(number, values):  # read as in training, which waits for them
+                for _ in self._meter.push(number, values):  # read metrics as training does, because that takes time too
                     pass
                 number += 1
                 yield
@@ -156,8 +158,8 @@ def _describe(run: Run, split: Split, about: Mapping[str, Any], links: Sequence[
 
 
 def _describe_worker(rank: int, step_s: float, components_s: Any, memory_bytes: float) -> dict[str, Any]:
-    parts = {name: float(value) for name, value in zip(COMPONENTS, components_s, strict=True)}
-    return {"rank": rank, "step_s": float(step_s), "components_s": parts, "memory_bytes": int(memory_bytes)}
+    named_s = {name: float(value) for name, value in zip(COMPONENTS, components_s, strict=True)}
+    return {"rank": rank, "step_s": float(step_s), "components_s": named_s, "memory_bytes": int(memory_bytes)}
 
 
 def _gradient_bytes(run: Run) -> int:
@@ -165,7 +167,7 @@ def _gradient_bytes(run: Run) -> int:
 
 
 def _describe_buckets(timed: Sequence[Timed]) -> list[dict[str, Any]]:
-    """When DDP has each bucket ready, after the last backward pass began: medians of this worker's steps."""
+    """When each of DDP's buckets is ready, from the start of the last backward pass: medians over this worker's steps."""
     rows = []
     for step in timed:
         spans = [(begin, end) for phase, begin, end in step.spans() if phase == "backward"]
@@ -182,7 +184,7 @@ def _describe_buckets(timed: Sequence[Timed]) -> list[dict[str, Any]]:
 
 
 def _measure_links(here: World, gradient_bytes: int) -> list[dict[str, Any]]:
-    """How long all-reduces of some sizes take with nothing else going on: medians. Every worker reaches this."""
+    """The median time of all-reduces of several sizes with nothing else running. Collective: call on every rank."""
     found = []
     for size in sorted({*_LINK_BYTES, gradient_bytes}):
         tensor, times = torch.zeros(max(1, size // 4), device=here.device), []
