@@ -83,7 +83,7 @@ def test_a_slow_link_shows_as_communication(runs: Path) -> None:
         (["--workers", "two"], "must be numbers of workers"),
         (["--global-batch", "512"], "--mode weak gives each worker one part of --reference-batch samples"),
         (["--resume"], "--resume does not apply to scale"),
-        (["--windows", "1"], "--windows must be at least 3"),
+        (["--windows", "1"], "--windows is 1: it must be at least 3"),
         (["--mode", "both"], "invalid choice: 'both'"),
         (["--workers", "1", "--reference-batch", "60000"], "has no full step of 60,000"),
     ],

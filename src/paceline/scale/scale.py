@@ -143,8 +143,10 @@ def _check(options: Mapping[str, Any], how: Mapping[str, Any]) -> None:
             "--mode weak gives each worker one part of --reference-batch samples: use that flag, or --mode strong, which keeps"
             " --global-batch and --virtual-workers the same for every number of workers"
         )
-    if how["windows"] < 3 or not 0.05 <= how["window_s"] <= 600:
-        raise UsageError("--windows must be at least 3, and --window-s between 0.05 and 600 seconds")
+    if how["windows"] < 3:
+        raise UsageError(f"--windows is {how['windows']}: it must be at least 3")
+    if not 0.05 <= how["window_s"] <= 600:
+        raise UsageError(f"--window-s is {how['window_s']:g}: it must be between 0.05 and 600 seconds")
     make_config(dict(options))
 
 
