@@ -633,8 +633,8 @@ def test_a_damaged_checkpoint_is_not_called_the_last_good_one(folder, two, write
     assert not one.wait()
     (line,) = notes
     assert line == (
-        "could not write the checkpoint at step 180: x has dtype torch.complex128, which the safetensors format does not support; "
-        "training continues, the last good checkpoint is step 60"
+        "could not write the checkpoint at step 180: x has dtype torch.complex128, which the safetensors format does not"
+        " support; training continues, the last good checkpoint is step 60"
     )
 
 
