@@ -9,7 +9,6 @@
 The earliest report that is not merely about a lost connection is the cause of the others (law 7). Nothing here imports torch.
 """
 
-import json
 import os
 import signal
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from paceline.dist.place import REPORTS_VARIABLE, read_place
 from paceline.dist.process import signal_name
 from paceline.errors import PacelineError
+from paceline.files import read_json, write_file, write_json
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,8 @@ def leave(report: Report) -> bool:
     where = folder()
     if where is None:
         return False
-    path = where / f"{report.rank}.json"
     try:
-        path.with_suffix(".part").write_text(json.dumps(asdict(report)))
-        path.with_suffix(".part").replace(path)
+        write_json(where / f"{report.rank}.json", asdict(report))
     except OSError:  # a full disk, or the launcher is gone
         return False
     return True
@@ -74,8 +72,7 @@ def report_record(path: Path) -> None:
     """Tell the launcher where the record is, so that it can close it if this worker cannot."""
     where = folder()
     if where is not None:
-        (where / "record.part").write_text(str(path))
-        (where / "record.part").replace(where / "record")
+        write_file(where / "record", str(path))
 
 
 def report_begun() -> None:
@@ -97,7 +94,7 @@ def report_done() -> None:
 
 def read_reports(where: Path) -> list[Report]:
     """All reports in the folder."""
-    return [Report(**json.loads(path.read_text())) for path in sorted(where.glob("*.json"))]
+    return [Report(**read_json(path)) for path in sorted(where.glob("*.json"))]
 
 
 def read_record(where: Path) -> Path | None:
@@ -120,8 +117,7 @@ def read_unfinished(where: Path) -> set[int]:
 def ask_to_stop(where: Path, why: str) -> None:
     """Ask the workers to end after this step."""
     with suppress(OSError):  # a full disk: they are then ended when their grace has passed
-        (where / "stop.part").write_text(why)
-        (where / "stop.part").replace(where / "stop")
+        write_file(where / "stop", why)
 
 
 def read_stop(where: Path) -> str:
