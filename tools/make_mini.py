@@ -1,7 +1,7 @@
 """Build `fashion-mnist-mini` from the full Fashion-MNIST: the files that ship in `src/paceline/data/mini/`.
 
-The first 600 training and the first 100 test images of each class, in their original order. The same input gives the same
-content every time; it prints the SHA-256 of each, which `paceline.data.fashion_mnist` holds.
+The first 600 training and the first 100 test images of each class, in their original order. The same input always gives the
+same content. It prints the SHA-256 of each file, for the list in `paceline.data.fashion_mnist`.
 
     python tools/make_mini.py [FOLDER_WITH_THE_FULL_SET]
 """
@@ -43,7 +43,7 @@ def first_of_each_class(labels: npt.NDArray[np.int64], count: int) -> npt.NDArra
 def write_idx(name: str, values: npt.NDArray[np.uint8]) -> None:
     header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, dtype=">u4").tobytes()
     path = TARGET / f"{name}.gz"
-    # No name and no time in the gzip header, so that building again changes nothing.
+    # No name and no time in the gzip header, so that building again gives the same bytes.
     with path.open("wb") as file, gzip.GzipFile(filename="", mode="wb", compresslevel=9, fileobj=file, mtime=0) as packed:
         packed.write(header + values.tobytes())
     print(f"{path.name:<30}{path.stat().st_size:>10,} bytes  {content_sha256(path)}")
@@ -76,13 +76,13 @@ SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
 README = """\
 # fashion-mnist-mini
 
-A real, stratified part of Fashion-MNIST: 6,000 training and 1,000 test images, 28 x 28 grey, 10 classes.
+A real, stratified subset of Fashion-MNIST: 6,000 training and 1,000 test images, 28 x 28 gray, 10 classes.
 
 `tools/make_mini.py` takes the first 600 training and the first 100 test images of each class, keeps their original order and
 writes them as gzipped IDX files under the names of the full set. Nothing else is changed.
 
 Fashion-MNIST is by Han Xiao, Kashif Rasul and Roland Vollgraf: *Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine
-Learning Algorithms*, 2017, arXiv:1708.07747. It is under the MIT licence, which lies beside these files as `LICENSE`.
+Learning Algorithms*, 2017, arXiv:1708.07747. It is under the MIT license: see `LICENSE` next to these files.
 """
 
 

@@ -1,6 +1,6 @@
-"""The pictures in docs/img, of real runs made for them and of a committed scaling: `make images`, about a minute and a half.
+"""Take the pictures in docs/img, of runs trained for them and of a committed scaling result: `make images`, about 90 seconds.
 
-    python tools/screenshots.py [--runs DIR]      # with DIR, records that are there are not made again
+    python tools/screenshots.py [--runs DIR]      # with DIR, existing records are used again
 
 Needs Debian's chromium (tools/install_system_packages.sh) and playwright.
 """
@@ -29,7 +29,7 @@ RUNS = {
 
 
 def main() -> None:
-    """Make the runs that are not there, then take the pictures."""
+    """Train the runs that do not exist yet, then take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", default="", metavar="DIR")
     args = parser.parse_args()
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def take(browser: Browser, folder: Path) -> None:
-    """All pictures."""
+    """Take all pictures."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     paceline(folder, "report", "two-workers")
     with opened(browser, (folder / "runs" / "two-workers" / "report.html").as_uri(), "light", height=1560) as page:
@@ -81,19 +81,19 @@ def take(browser: Browser, folder: Path) -> None:
 
 @contextmanager
 def opened(browser: Browser, address: str, theme: str, height: int = 980) -> Iterator[Page]:
-    """A page of the size that a README shows, with all its charts drawn."""
+    """A page of a size that suits the README, with all its charts drawn."""
     scheme = "dark" if theme == "dark" else "light"
     context = browser.new_context(viewport={"width": 1180, "height": height}, color_scheme=scheme, reduced_motion="reduce")
     page = context.new_page()
     page.goto(address)
-    page.add_style_tag(content=".toolbar { position: static !important }")  # it would lie over what is below it
+    page.add_style_tag(content=".toolbar { position: static !important }")  # it would cover what is below it
     page.wait_for_timeout(2500)
     yield page
     context.close()
 
 
 def shoot(page: Page, heading: str, name: str) -> None:
-    """The section with this heading."""
+    """Take a picture of the section with this heading."""
     section = page.locator("section", has=page.get_by_role("heading", name=heading, exact=True)).last
     section.scroll_into_view_if_needed()
     page.wait_for_timeout(1000)

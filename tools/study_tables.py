@@ -1,6 +1,6 @@
-"""The tables of docs/OPTIMIZERS.md, from studies/results/*.json and bench/results/optimizers.json.
+"""Print the tables of docs/OPTIMIZERS.md, from studies/results/*.json and bench/results/optimizers.json.
 
-python tools/study_tables.py          prints them
+python tools/study_tables.py
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from paceline.optim import OPTIMIZERS  # noqa: E402
+from paceline.records import Status  # noqa: E402
 from paceline.study.results import compare_arm, difference_words, final_values  # noqa: E402
 
 BATCHES = (128, 512, 1024, 4096, 8192, 16384)
@@ -28,8 +29,9 @@ def batch_table(results: dict[str, Any]) -> str:
 
 
 def arm_table(wide: dict[str, Any], small: dict[str, Any] | None = None) -> str:
-    """Every arm of a study on WRN-16-4 and, where there is one, of the same study on the small net, with the latter's verdict
-    (which has more seeds)."""
+    """Every arm of a study on WRN-16-4 and, if given, of the same study on the small net. The verdict is the small net's if
+    given, because it has more seeds.
+    """
     last = small or wide
     head = (
         "| | global batch | V | WRN-16-4, H200 |"
@@ -49,7 +51,7 @@ def arm_table(wide: dict[str, Any], small: dict[str, Any] | None = None) -> str:
 
 
 def course_table(wide: dict[str, Any], small: dict[str, Any]) -> str:
-    """The course's arms: after how many epochs each seed's run ended, and how many diverged."""
+    """The course's arms: the number of epochs of each seed's run, and how many diverged."""
     lines = [
         "| | global batch | WRN-16-4, H200: epochs | accuracy | cnn, CPU: epochs | accuracy | diverged |",
         "|---" * 7 + "|",
@@ -57,15 +59,16 @@ def course_table(wide: dict[str, Any], small: dict[str, Any]) -> str:
     for arm in wide["study"]["arms"]:
         found = [[run for run in results["runs"] if run["arm"] == arm] for results in (wide, small)]
         epochs = [", ".join(str(run["epochs"]) for run in runs) for runs in found]
-        accuracy = [_cell([run["metrics"]["accuracy"] for run in runs if run["status"] != "diverged"]) for runs in found]
-        lost = sum(run["status"] == "diverged" for runs in found for run in runs)
+        good = [[run for run in runs if run["status"] != Status.DIVERGED] for runs in found]
+        accuracy = [_cell([run["metrics"]["accuracy"] for run in runs]) for runs in good]
+        lost = sum(map(len, found)) - sum(map(len, good))
         batch = f"{found[1][0]['contract']['global_batch']:,}"
         lines.append(f"| {arm} | {batch} | {epochs[0]} | {accuracy[0]} | {epochs[1]} | {accuracy[1]} | {lost} |")
     return "\n".join(lines)
 
 
 def registry_table() -> str:
-    """What the registry says of each optimizer."""
+    """The optimizer registry."""
     lines = ["| | what it is | adapts | values kept a weight | sparse gradients | |", "|---|---|---|---|---|---|"]
     for name, entry in OPTIMIZERS.items():
         yes = ["yes" if each else "no" for each in (entry.adapts, entry.sparse)]
@@ -74,7 +77,7 @@ def registry_table() -> str:
 
 
 def tables() -> dict[str, str]:
-    """All of the page's tables."""
+    """All tables of the page, by name."""
     results = {path.stem: read(f"studies/results/{path.name}") for path in (ROOT / "studies" / "results").glob("*.json")}
     return {
         "batch": batch_table(results["batch"]),
@@ -87,7 +90,7 @@ def tables() -> dict[str, str]:
 
 
 def optimizer_table(found: dict[str, Any]) -> str:
-    """What a step costs."""
+    """The cost of a step of each optimizer."""
     lines = ["| | by itself: us | over AdamW | in a captured step: us | over AdamW |", "|---|---|---|---|---|"]
     for name, eager in found["eager"]["by_optimizer"].items():
         graph = found["graph"]["by_optimizer"].get(name)
@@ -104,7 +107,7 @@ def _cell(values: list[float]) -> str:
 
 
 def read(path: str) -> dict[str, Any]:
-    """A committed result."""
+    """Read a committed result."""
     found: dict[str, Any] = json.loads((ROOT / path).read_text())
     return found
 

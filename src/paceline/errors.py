@@ -1,7 +1,7 @@
-"""Every error Paceline raises on purpose, and how the nearest right name is found.
+"""The errors that Paceline raises on purpose, and suggestions for misspelled names.
 
-A `PacelineError` is one line for the person at the terminal: what was found, the rule, what to change. The command line shows
-`str(error)` without a traceback and exits with `exit_code`.
+A `PacelineError` is one line for the user: what was found, the rule, what to change. The command line shows `str(error)`
+without a traceback and exits with `exit_code`.
 """
 
 import difflib
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class PacelineError(Exception):
-    """Something went wrong that a sentence explains better than a traceback."""
+    """A problem that one sentence explains better than a traceback: exit code 1."""
 
     exit_code = 1
 
@@ -21,7 +21,7 @@ class PacelineError(Exception):
 
 
 class UsageError(PacelineError):
-    """The user asked for something that cannot be: exit code 2."""
+    """A mistake in what the user asked for: exit code 2."""
 
     exit_code = 2
 
@@ -34,7 +34,7 @@ class DataError(PacelineError):
 
 
 class RecordError(PacelineError):
-    """A record cannot be written or read (a full disk, a folder that is not ours)."""
+    """A record cannot be written or read: a full disk, or a folder that is not a record."""
 
 
 class WorkersDisagree(PacelineError):
@@ -56,13 +56,19 @@ class Stopped(PacelineError):
 
 
 def printable(text: str) -> str:
-    """The text with everything but lines of plain characters escaped: what a user typed must not control the terminal."""
+    """Escape everything except printable characters, newlines and tabs, so that a user's text cannot control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def reason(error: Exception) -> str:
+    """An error in a few words on one line: the system's own words for an OSError."""
+    text = error.strerror if isinstance(error, OSError) else str(error)
+    return " ".join((text or str(error) or type(error).__name__).split())
 
 
 @contextmanager
 def refuse_exit() -> Iterator[None]:
-    """Turn a sys.exit() in user code into an error: the program would end as if all were done."""
+    """Turn a sys.exit() in user code into an error: otherwise the program would end as if the run were done."""
     try:
         yield
     except SystemExit as error:
@@ -70,15 +76,15 @@ def refuse_exit() -> Iterator[None]:
 
 
 def describe_exit(error: SystemExit) -> str:
-    """Where sys.exit() was called."""
+    """An error message that says where sys.exit() was called."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "_sitebuiltins" not in frame.filename]  # exit()
     at = f" in {frames[-1].name}, line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""
     return f"sys.exit({error.code!r}) was called{at}: the run is not done; return from the function, or raise an exception"
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
-    """The error for a name that does not exist: it suggests the nearest one, or lists them all."""
-    names, name = sorted(known), name if len(name) <= 100 else f"{name[:100]}..."  # matching takes time
+    """The error for a name that does not exist. It suggests the nearest name, or lists all of them."""
+    names, name = sorted(known), name if len(name) <= 100 else f"{name[:100]}..."  # matching a long name is slow
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
     return UsageError(f"unknown {kind} {name!r}: {hint}")

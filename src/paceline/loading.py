@@ -1,7 +1,8 @@
-"""No search for garbage while a command loads torch: the 465,000 objects that this makes stay, and Python would look through
-them again and again, for a sixth of the time to the first step (`bench/startup.py`).
+"""Pause Python's garbage collector while a command loads torch.
 
-Only the command line asks for it, in a process of its own; a program that calls `paceline.train` keeps its collector as it is.
+Loading makes 465,000 objects that all stay alive. The collector would scan them again and again, which takes a sixth of the
+time to the first step (`bench/startup.py`). Only the command line does this, in its own process; a program that calls
+`paceline.train` keeps its collector settings.
 """
 
 import gc
@@ -10,14 +11,14 @@ _paused = False
 
 
 def pause_collector() -> None:
-    """Look for no garbage until all is loaded."""
+    """Disable garbage collection until everything is loaded."""
     global _paused
     _paused = True
     gc.disable()
 
 
 def resume_collector() -> None:
-    """Look for garbage again, but never among what is there by now: that is 0.2 s each time, in the middle of a step."""
+    """Enable garbage collection, but freeze the objects made so far: scanning them takes 0.2 s, in the middle of a step."""
     global _paused
     if _paused:
         _paused = False
@@ -26,7 +27,7 @@ def resume_collector() -> None:
 
 
 def load_rest() -> None:
-    """Import what torch's optimizers and DDP import when they are first used (0.8 s), and resume."""
+    """Import what torch's optimizers and DDP import on first use (0.8 s), then resume collection."""
     import torch._dynamo  # noqa: F401
 
     resume_collector()

@@ -1,4 +1,4 @@
-"""Print without failing: a reader that went away, a full disk or a closed stream must not end a run."""
+"""Print without failing: a pipe without a reader, a full disk or a closed stream must not end a run."""
 
 import io
 import os
@@ -24,7 +24,7 @@ def warn(text: str) -> bool:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether somebody looks at this stream. It is None if it was closed before Python started."""
+    """Whether this stream is a terminal. It is None if it was closed before Python started."""
     try:
         return stream is not None and stream.isatty()
     except ValueError:  # closed since
@@ -32,25 +32,25 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def reader_is_gone() -> bool:
-    """Whether stdout is a pipe, socket or terminal whose other end was closed."""
+    """Whether stdout is a pipe, socket or terminal and its other end was closed."""
     poll = select.poll()
     try:
-        poll.register(sys.stdout.fileno(), 0)  # POLLHUP and POLLERR are reported anyway
+        poll.register(sys.stdout.fileno(), 0)  # POLLHUP and POLLERR are always reported
         return bool(poll.poll(0))
     except (AttributeError, OSError, ValueError):  # closed, or not a file
         return False
 
 
 def open_output(protected: bool) -> None:
-    """Point streams that were closed before Python started (`>&-`) to nowhere, so that no file takes their number.
+    """Point streams that were closed before Python started (`>&-`) to /dev/null, so that no file gets their descriptor.
 
-    With `protected`, neither our prints nor those of user code can fail from here on.
+    With `protected`, neither our prints nor those of user code can fail afterwards.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number; workers have it too
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number; workers inherit it
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w", closefd=False))
@@ -60,7 +60,7 @@ def open_output(protected: bool) -> None:
 
 
 def close_output() -> None:
-    """Flush stdout and stderr before the process exits; drop what they cannot take, or Python would fail on it again."""
+    """Flush stdout and stderr before the process exits. Drop what cannot be written, or Python's own flush would fail on it."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -71,7 +71,7 @@ def close_output() -> None:
 
 
 class Protected(io.TextIOWrapper):
-    """A text stream that drops everything after the first write that failed."""
+    """A text stream that drops everything after the first failed write."""
 
     sink: "_Sink"
 
@@ -82,7 +82,7 @@ class Protected(io.TextIOWrapper):
 
 
 def protect(stream: TextIO | None) -> Protected | None:
-    """A stream to the same file that never raises; None if there is no file. The old one must not be written to any more."""
+    """A stream to the same file that never raises; None if it has no file. Do not write to the old stream afterwards."""
     if not isinstance(stream, io.TextIOWrapper):
         return None
     try:
@@ -104,7 +104,7 @@ def protect(stream: TextIO | None) -> Protected | None:
 
 
 class _Sink(io.FileIO):
-    """A file that accepts everything. Below the buffers, so that `sys.stdout.buffer` and the flush at exit are covered too."""
+    """A file that accepts every write. It sits below the buffers and so covers `sys.stdout.buffer` and the flush at exit."""
 
     error: OSError | None = None
 
@@ -117,7 +117,7 @@ class _Sink(io.FileIO):
                 break
             if written is not None:
                 return written
-            select.select((), (self,), ())  # somebody made it non-blocking, and it is full
+            select.select((), (self,), ())  # it is non-blocking and full: wait for room
         return memoryview(data).nbytes
 
 
@@ -128,6 +128,6 @@ def _print(stream: TextIO | None, text: str) -> Exception | None:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
-    except (OSError, ValueError, RuntimeError) as error:  # closed since; or printed by a signal handler during another print
+    except (OSError, ValueError, RuntimeError) as error:  # closed, or a signal handler prints during another print
         return error
     return stream.error if isinstance(stream, Protected) else None

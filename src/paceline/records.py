@@ -1,25 +1,22 @@
-"""What a run leaves behind: a folder of its own with plain files in it.
+"""Records: the folder of plain files that each run leaves behind.
 
     config.toml        the resolved configuration; `--recipe` reads it back
     environment.json   versions, hardware, launcher, command, git revision, the contract
-    metrics.jsonl      append-only: a row every few steps ("kind": "step") and one an epoch ("kind": "epoch"); "health" rows
-                       say where a step goes, "note" and "resume" rows what happened (`read_metrics` leaves out what a
-                       resumed run did again)
+    metrics.jsonl      append-only rows: "kind": "step" every few steps, "epoch" once per epoch, "health" with the components of
+                       a step's time, "note" and "resume" for events (`read_metrics` drops rows that a resumed run repeated)
     timeline.json      with --profile: a few steps of all workers, in Chrome's trace format
-    scale.json         of `paceline scale`, in a record of its own
-    course.csv         time,val_accuracy: one line an epoch
-    checkpoints/       what a resumed run goes on from
-    model.safetensors  the trained weights under the bare model's own names
-    result.json        how it ended: written last, so a record without it was cut short
+    scale.json         written by `paceline scale`, in a record of its own
+    course.csv         time,val_accuracy: one line per epoch
+    checkpoints/       where a resumed run starts from
+    model.safetensors  the trained weights, under the bare model's own names
+    result.json        how the run ended: written last, so a record without it was cut short
 
-Nothing here imports torch, so that pages and predictions read records at once.
+Nothing here imports torch, so reports and predictions read records without delay.
 """
 
 import difflib
 import errno
-import fcntl
 import json
-import math
 import os
 import platform
 import shutil
@@ -35,12 +32,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import RecordError, UsageError
-from paceline.files import FULL, replacing, write_file
+from paceline.errors import RecordError, UsageError, reason
+from paceline.files import FULL, finite, is_locked, lock_open, read_json, replacing, write_json
 
 
 class Status(StrEnum):
-    """How a run stands, as `result.json`, studies and pages say it."""
+    """The status of a run, in `result.json`, studies and reports."""
 
     RUNNING = "running"
     DONE = "done"
@@ -48,17 +45,29 @@ class Status(StrEnum):
     INTERRUPTED = "interrupted"
     FAILED = "failed"
     DIVERGED = "diverged"
-    CUT_SHORT = "cut short"
+    REFUSED = "refused"  # in a study: stopped by a mistake in its options or data
+    CUT_SHORT = "cut short"  # in reports: nothing says how it ended
+    IN_PART = "in part"  # in reports: a study with runs still to do
     UNKNOWN = "unknown"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Status":
+        """Files may state anything."""
+        return cls.UNKNOWN
 
     @property
     def good(self) -> bool:
-        """The run came to its end."""
+        """The run finished."""
         return self in (Status.DONE, Status.TARGET_REACHED)
+
+    @property
+    def final(self) -> bool:
+        """The run finished or diverged: doing it again would end the same way."""
+        return self.good or self is Status.DIVERGED
 
 
 COMPONENTS = ("input", "compute", "communication", "waiting", "optimizer", "other")
-"""What the time of a step is split into; they add up to it."""
+"""The components of a step's time; they add up to it."""
 
 ROW_FIELDS = frozenset(
     (
@@ -66,11 +75,11 @@ ROW_FIELDS = frozenset(
         *("noise_scale", "gain", "gradient_variance", "gradient_square"),
     )
 )
-"""The fields of step and epoch rows that are ours: no metric of a task may have such a name."""
+"""Fields of step and epoch rows that Paceline writes: a task's metrics must not use these names."""
 
 
 class Record:
-    """One run's folder, open for writing. Rank 0 alone has one."""
+    """A run's folder, open for writing. Only rank 0 has one."""
 
     def __init__(self, runs_dir: str, name: str) -> None:
         with _explained(Path(runs_dir)):
@@ -86,63 +95,63 @@ class Record:
 
     @classmethod
     def reopen(cls, path: Path) -> "Record":
-        """Go on with a record that was cut short. A RecordError if another run is writing to it."""
+        """Continue a record that was cut short. Raises a RecordError if another run is writing to it."""
         record = cls.__new__(cls)
         record.path = path
         with _explained(path):
             record._open()
             rows = (path / "metrics.jsonl").read_bytes()
-            record._metrics.file.truncate(rows.rfind(b"\n") + 1)  # a row that was being written when the run was cut short
+            record._metrics.file.truncate(rows.rfind(b"\n") + 1)  # drop a half-written last row
         return record
 
     def _open(self) -> None:
         self._metrics = _Log((self.path / "metrics.jsonl").open("ab", buffering=0))
         self._csv = _Log((self.path / "course.csv").open("ab", buffering=0))
-        if not _lock(self._metrics.file):
+        if not lock_open(self._metrics.file, _LOCK_PATIENCE_S):
             self._metrics.close()
             self._csv.close()
             raise RecordError(f"another run is writing to {self.path}: wait for it, or start one under another --name")
 
     def resume(self, step: int, about: Mapping[str, Any]) -> None:
-        """Say that the run goes on from this step: the rows after it are done again, and leave the course's CSV."""
+        """Note that the run continues from this step. Later epochs will be repeated: remove them from the course's CSV."""
         with _explained(self.path):
             (self.path / "result.json").unlink(missing_ok=True)
         rows = read_metrics(self.path)
         self.row({"kind": "resume", "step": step, **about})
         if not rows and (self.path / "course.csv").stat().st_size:
-            return  # metrics.jsonl was lost: keep the lines, which cannot be made again
-        epochs = [row for row in rows if row["kind"] == "epoch" and not _done_again(row, step)]
+            return  # metrics.jsonl was lost: keep these lines, because they cannot be rebuilt
+        epochs = [row for row in rows if row["kind"] == "epoch" and not _is_repeated(row, step)]
         with _explained(self.path):
-            self._csv.file.truncate(0)  # in place: on a full disk there is no room for a second file, and the lines wait
+            self._csv.file.truncate(0)  # in place: a full disk has no room for a second file; the lines are held in memory
             self._csv.append(_CSV_HEADER + "".join(map(_csv_line, epochs)))
 
     def discard(self) -> None:
-        """Remove the folder: a disk too full to begin leaves no half of a record."""
+        """Remove the folder, so that a disk too full to start leaves no partial record."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def write(self, name: str, text: str) -> None:
-        """Write a whole file at once: it is there complete, or not at all."""
+        """Write a file that is either complete or absent."""
         with self.replacing(name) as path:
             path.write_text(text, encoding="utf-8")
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl. On a full disk, keep the row in memory and retry with the next one."""
         with _explained(self.path):
-            self._metrics.append(json.dumps(_plain(row)) + "\n")
+            self._metrics.append(json.dumps(finite(row, as_text=True)) + "\n")
 
     def course_row(self, row: Mapping[str, Any]) -> None:
-        """Append an epoch's line to the course's CSV, if it has an accuracy. On a full disk it waits, too."""
+        """Append an epoch's line to the course's CSV, if it has an accuracy. On a full disk, keep and retry it too."""
         with _explained(self.path):
             self._csv.append(_csv_line(row))
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[Path]:
-        """A temporary path to write to; it takes the name when the block ends well, and is gone when it does not."""
+        """`files.replacing` for a file of this record; an OSError becomes a RecordError."""
         with _explained(self.path), replacing(self.path / name) as temporary:
             yield temporary
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Close the record with how it ended. Rows that still find no room are lost, and the result says so."""
+        """Write the result and close the record. Rows that still do not fit on the disk are lost; the result counts them."""
         try:
             with _explained(self.path):
                 self._metrics.append("")
@@ -152,28 +161,28 @@ class Record:
             self._csv.close()
             lost = self._metrics.waiting
             noted = {**result, "lost_rows": lost} if lost else result
-            self.write("result.json", json.dumps(_plain(noted), indent=2) + "\n")
+            self.write("result.json", json.dumps(finite(noted, as_text=True), indent=2) + "\n")
 
 
 class _Log:
-    """An append-only file of whole lines. Lines that find no room wait for the next; the oldest go when too many wait."""
+    """An append-only file of whole lines. On a full disk lines are held in memory and retried; too many, and the oldest go."""
 
     def __init__(self, file: FileIO) -> None:
         self.file, self._held, self._dropped = file, "", 0
 
     @property
     def waiting(self) -> int:
-        """Lines that are not in the file."""
+        """The number of lines that are not in the file, dropped ones included."""
         return self._dropped + self._held.count("\n")
 
     def append(self, text: str) -> None:
-        """Append and hand over to the system: a line is there whole or not at all. Ignored once the log is closed."""
+        """Append lines, each whole or not at all, and hand them to the system. Ignored once the log is closed."""
         if self.file.closed:  # stdout may break after the record is finished, and the note about it comes too late
             return
         self._held += text
         end, left = os.fstat(self.file.fileno()).st_size, self._held.encode()
         try:
-            while left:  # unbuffered: what a full disk refused must not come back at the next write
+            while left:  # unbuffered: a later write must not repeat bytes that a full disk refused
                 left = left[self.file.write(left) :]
         except OSError as error:
             self.file.truncate(end)
@@ -190,9 +199,9 @@ class _Log:
 
 
 def close_cut_short(path: Path, status: str, why: str) -> None:
-    """Say in a record how it ended, for a run whose own worker could not, or knew only that another one was gone.
+    """Write the result of a run whose rank 0 could not, or which only knew that it lost contact with another worker.
 
-    What it had to say itself stays: a divergence, and how far it came.
+    The run's own result stays, except that a failure gets this status and reason.
     """
     if not path.is_dir():
         return
@@ -200,25 +209,25 @@ def close_cut_short(path: Path, status: str, why: str) -> None:
         result = read_result(path)
     except RecordError:
         result = {}
-    if result.get("status", "failed") == "failed":
-        write_file(path / "result.json", json.dumps({**result, "status": status, "why": why}, indent=2) + "\n")
+    if result.get("status", Status.FAILED) == Status.FAILED:
+        write_json(path / "result.json", {**result, "status": status, "why": why})
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """A record's rows as one run would have left them: what a resumed run did again is there once, as it was done last.
+    """A record's rows as an uninterrupted run would have left them: of rows repeated after a resume, only the last.
 
-    Lines that are not valid rows are skipped (`count_odd_lines` says how many there are).
+    Lines that are not valid rows are skipped (`count_odd_lines` counts them).
     """
     rows: list[dict[str, Any]] = []
     for row in filter(None, map(_parse_row, _lines(path))):
         if row["kind"] == "resume":
-            rows = [old for old in rows if not _done_again(old, row["step"])]
+            rows = [old for old in rows if not _is_repeated(old, row["step"])]
         rows.append(row)
     return rows
 
 
 def count_odd_lines(path: Path) -> int:
-    """Lines of a record's metrics.jsonl that are no rows: damaged, or not written by Paceline."""
+    """The number of lines in a record's metrics.jsonl that are not rows: damaged, or not written by Paceline."""
     return sum(_parse_row(line) is None for line in _lines(path))
 
 
@@ -227,7 +236,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _parse_row(line: bytes) -> dict[str, Any] | None:
-    """The row on a line; None if it has no kind, or no whole number where a step belongs."""
+    """The row on a line; None if it has no kind, or if its step is not a whole number."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):  # cut short by a power failure, or not text
@@ -238,13 +247,16 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
     return row if has_step or (row["kind"] != "resume" and "step" not in row) else None
 
 
-def _done_again(row: Mapping[str, Any], resumed_at: int) -> bool:
-    """Whether a run resumed at this step says this again. A checkpoint at an epoch's last step comes before its validation."""
+def _is_repeated(row: Mapping[str, Any], resumed_at: int) -> bool:
+    """Whether a run resumed at this step writes this row again.
+
+    An epoch that ends at that step is repeated: the checkpoint was written before its validation.
+    """
     return bool(row.get("step", 0) >= resumed_at) if row["kind"] == "epoch" else bool(row.get("step", 0) > resumed_at)
 
 
 def find_record(name: str, runs_dir: str) -> Path:
-    """The record, study or results that a user means: a path, or a name in runs_dir. A UsageError names the nearest."""
+    """The record, study or results with this path, or this name in runs_dir. Raises a UsageError that names the nearest."""
     runs = Path(runs_dir)
     for path in (Path(name), runs / name):
         if name and path.exists():
@@ -253,21 +265,20 @@ def find_record(name: str, runs_dir: str) -> Path:
     known = [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
     near = difflib.get_close_matches(Path(name).name, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"the newest there: {', '.join(known[:5])}"
-    hint = hint if known else f"{runs} holds none; paceline train makes one"
+    hint = hint if known else f"{runs} has no records; paceline train makes one"
     raise UsageError(f"no record {name!r}, neither here nor in {runs}: {hint}")
 
 
 def find_unfinished(runs_dir: Path, task: str) -> tuple[Path | None, list[Path]]:
-    """The newest record of this task that can go on, and newer ones that cannot because a run is writing to them."""
+    """The newest record of this task that can be resumed, and newer ones that cannot because a run is writing to them."""
     found: list[tuple[float, Path, bool]] = []
     for file in runs_dir.glob("*/environment.json"):
         path, metrics = file.parent, file.with_name("metrics.jsonl")
         try:
-            about, rows = json.loads(file.read_bytes()), metrics.is_file()
-            ours = isinstance(about, dict) and about.get("task") == task
+            ours, rows = read_json(file).get("task") == task, metrics.is_file()
             if ours and (rows or (path / "checkpoints").is_dir()) and not _ended(path):
                 found.append(((metrics if rows else path).stat().st_mtime, path, rows and _in_use(metrics)))
-        except (OSError, ValueError, RecursionError):  # no record of ours
+        except (OSError, ValueError):  # not a record of ours
             continue
     found.sort(reverse=True)
     newest = next((number for number, (_, _, busy) in enumerate(found) if not busy), len(found))
@@ -276,29 +287,26 @@ def find_unfinished(runs_dir: Path, task: str) -> tuple[Path | None, list[Path]]
 
 def _ended(path: Path) -> bool:
     try:
-        return read_result(path).get("status") not in ("failed", "interrupted")
+        return read_result(path).get("status") not in (Status.FAILED, Status.INTERRUPTED)
     except RecordError:  # cut short, or damaged since
         return False
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A record's result. A RecordError if there is none that can be read."""
+    """A record's result. Raises a RecordError if it is missing or unreadable."""
     try:
-        result = json.loads((path / "result.json").read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecordError(f"record {path} has no readable result.json: {error}") from None
-    if not isinstance(result, dict):
-        raise RecordError(f"record {path} has no readable result.json: it holds a {type(result).__name__}, not an object")
-    return result
+        return read_json(path / "result.json")
+    except (OSError, ValueError) as error:
+        raise RecordError(f"record {path} has no readable result.json: {reason(error)}") from None
 
 
 def name_for(task: str) -> str:
-    """A task's name as part of a file's: `my_task` for my_task.py and for my_task.py:function."""
+    """A task's name, for use in a file name: `my_task` for my_task.py and for my_task.py:function."""
     return Path(task.partition(":")[0]).stem if ".py" in task else task.replace(":", "-")
 
 
 def unit_of(contract: Mapping[str, Any]) -> str:
-    """What a task's samples are called: as its contract says, or, in an older record, by its task."""
+    """What a task's samples are called: from its contract or, in an older record, from the task's name."""
     said = contract.get("unit")
     if isinstance(said, str) and said:
         return said[:40]
@@ -306,8 +314,7 @@ def unit_of(contract: Mapping[str, Any]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, machine, command and git revision, as far as they are known without torch."""
-    packages = ("paceline", "torch", "numpy", "safetensors")
+    """Versions, machine, command and git revision, as far as they can be found without torch."""
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name.replace("__main__.py", "paceline"), *sys.argv[1:]],
@@ -316,52 +323,32 @@ def environment() -> dict[str, Any]:
         "machine": platform.node(),
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "versions": {name: _version(name) for name in packages},
+        "versions": {name: _version(name) for name in ("paceline", "torch", "numpy", "safetensors")},
         "git": _git_revision(),
     }
 
 
-_MOST_HELD = 1 << 20  # characters of rows that wait for a disk with room
+_MOST_HELD = 1 << 20  # characters of rows held in memory while the disk is full
+_LOCK_PATIENCE_S = 1.5  # for a run that is just ending
 _CSV_HEADER = "time,val_accuracy\n"
 
 
 def _csv_line(row: Mapping[str, Any]) -> str:
-    """An epoch's line in the course's CSV; empty for one without an accuracy, or with text in its place."""
+    """An epoch's line in the course's CSV; empty if it has no accuracy, or one that is not a number."""
     try:
         return f"{float(row['time_s']):.3f},{float(row['val_accuracy']):.4f}\n"
     except (KeyError, TypeError, ValueError):
         return ""
 
 
-def _lock(file: FileIO) -> bool:
-    """Take the record until this process ends; True also without locks. Waits a little for a run that is still ending."""
-    end = time.monotonic() + _LOCK_PATIENCE_S
-    while not _try_lock(file, fcntl.LOCK_EX):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-_LOCK_PATIENCE_S = 1.5
-
-
 def _in_use(metrics: Path) -> bool:
-    """Whether a run is writing to this record. The lock is shared, so that others who look at the same time do not count."""
-    with metrics.open("rb", buffering=0) as file:
-        return not _try_lock(file, fcntl.LOCK_SH)
-
-
-def _try_lock(file: FileIO, kind: int) -> bool:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-    return True
+    """Whether a run is writing to this record."""
+    with metrics.open("rb") as file:
+        return is_locked(file)
 
 
 def _new_folder(runs_dir: Path, name: str) -> Path:
-    """A folder that did not exist before. mkdir is atomic, so two runs at once never share one."""
+    """Make a new folder. mkdir is atomic, so two runs that start together never share one."""
     name = name or time.strftime("run-%Y%m%d-%H%M%S")
     for number in range(1, 10_000):
         path = runs_dir / (name if number == 1 else f"{name}-{number}")
@@ -384,13 +371,6 @@ def _explained(path: Path) -> Iterator[None]:
         raise RecordError(f"cannot write the record in {path}: {error.strerror or error}; {fix}") from error
 
 
-def _plain(value: Any) -> Any:
-    """NaN and infinities, at any depth, as text: JSON has none, and other readers refuse them."""
-    if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
@@ -409,10 +389,10 @@ def _processor() -> str:
 
 
 def _git_revision() -> str | None:
-    """The revision of the folder the run was started in, `+` after it where files were changed since."""
+    """The git revision of the working folder, followed by `+` if files have changed since."""
     try:
-        run = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-        done = subprocess.run(run, capture_output=True, text=True, timeout=5, check=False)
+        command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None

@@ -1,9 +1,9 @@
-"""`paceline rehearse TASK --workers 64`: what 64 workers would do to accuracy, measured on the one that is here.
+"""`paceline rehearse TASK --workers 64`: measure the accuracy of 64 workers on a single one.
 
-A run depends on its virtual workers V, not on the workers that compute it, so V = 64 on one worker is the accuracy of 64. Up to
-three arms are trained over some seeds and compared (a study, `study.py`): the reference (one worker at the reference batch), so
-many workers as they were asked for, and, for a built-in task, so many with the packaged recipe nearest to the global batch. The
-best one that does not lose is written down as a recipe. Nothing at the top of this file imports torch.
+A run depends on its virtual workers V, not on the workers that compute it, so V = 64 on one worker gives the accuracy of 64. Up
+to three arms are trained with several seeds and compared (as a study, see `study/`): the reference (one worker at the reference
+batch); N workers with the given options; and, for a built-in task, N workers with the packaged recipe nearest to the global
+batch. The best arm that is not worse than the reference is saved as a recipe. Nothing at the top of this file imports torch.
 """
 
 import math
@@ -15,8 +15,9 @@ from typing import Any
 from paceline.config import Config, check_options, flag, make_config, merge_options
 from paceline.dist.place import read_place
 from paceline.errors import UsageError
+from paceline.files import write_file
 from paceline.records import name_for
-from paceline.spread import Comparison
+from paceline.spread import Comparison, mean
 from paceline.study.results import compare_arm, difference_words, final_values, spread_words, table
 from paceline.study.runs import NOT_ITS_OWN
 from paceline.study.study import Arm, Study, is_built_in, parse_seeds, read_base, run_study
@@ -31,20 +32,20 @@ _FROM_RECIPE = (
     *("schedule", "schedule_by", "warmup_epochs", "warmup_steps", "warmup_from", "peak_at", "step_at", "step_factor"),
     *("crop", "flip", "erase"),
 )
-"""What a packaged recipe decides. Model, data and the number of epochs stay the user's: that is what is compared."""
+"""Options taken from a packaged recipe. The user's model, data and number of epochs stay, so that arms can be compared."""
 
 _FOR_SEVERAL = ("virtual_workers", "global_batch", "local_steps", "measure_noise")
-"""What one worker cannot have."""
+"""Options that need more than one worker."""
 
 _NEAR = math.log(2) + 1e-9
-"""A recipe made for a batch more than twice or less than half as large does not fit."""
+"""A recipe for a batch more than twice or less than half as large is not used."""
 
 _ORDER = ("better", "equal", "no worse", "undecided", "no verdict", "worse")
 _GOOD = ("better", "equal", "no worse")
 
 
 def rehearse(given: Mapping[str, Any]) -> int:
-    """What the command line calls, with its flags: rehearse, show the table, say what it means, write the recipe."""
+    """Run the verb: train the arms, print the table and the verdict, write the recipe."""
     options = dict(given)
     task, recipe = options.pop("task"), options.pop("recipe", None)
     seeds, margin, per_device = options.pop("seeds", "3"), options.pop("margin", 0.005), options.pop("per_device", 1)
@@ -53,8 +54,8 @@ def rehearse(given: Mapping[str, Any]) -> int:
     study, workers = make_rehearsal(task, options, seeds=parse_seeds(str(seeds)), margin=margin)
     place = read_place()
     if place.launcher != "alone":
-        raise UsageError(f"rehearse runs {workers} workers' parts on one: start it by itself, not with {place.launcher}")
-    print(f"{workers} virtual workers on the one worker that is here: the same model, only slower", flush=True)
+        raise UsageError(f"rehearse trains all {workers} parts on one worker: start it by itself, not with {place.launcher}")
+    print(f"{workers} virtual workers on one worker: the same model, only slower", flush=True)
     folder = Path(runs_dir) / study.name
     results = run_study(study, Path(runs_dir), per_device=per_device)
     print(f"\n{table(results)}")
@@ -64,7 +65,7 @@ def rehearse(given: Mapping[str, Any]) -> int:
         _write_recipe(written, study, best, workers)
         lines.append(f"Use: paceline train {task} --workers {workers} --recipe {written}")
     elif written.exists():
-        written.replace(written.with_suffix(".toml.old"))  # of an earlier rehearsal with other options
+        written.replace(written.with_suffix(".toml.old"))  # from an earlier rehearsal with other options
     print("\n".join(lines))
     return 0
 
@@ -72,21 +73,21 @@ def rehearse(given: Mapping[str, Any]) -> int:
 def make_rehearsal(
     task: str, options: Mapping[str, Any], *, seeds: tuple[int, ...] = (0, 1, 2), margin: float = 0.005
 ) -> tuple[Study, int]:
-    """The study that answers it, and N. A UsageError for what cannot be rehearsed."""
+    """The study to run, and N. Raises a UsageError for options that cannot be rehearsed."""
     for key in options:
         if key in NOT_ITS_OWN:
-            raise UsageError(f"{flag(key)} is rehearse's own to give" + (": use --seeds" if key == "seed" else ""))
+            raise UsageError(f"{flag(key)} cannot be given: rehearse sets it" + ("; use --seeds" if key == "seed" else ""))
     if not margin > 0 or not math.isfinite(margin):
         raise UsageError(f"--margin is {margin}: it must be a positive number, such as 0.005")
     asked = check_options(options)
     workers = asked.pop("workers", None)
     if workers is None:
-        raise UsageError("rehearse needs --workers: how many would there be?")
+        raise UsageError("rehearse needs --workers: the number of workers to rehearse")
     parts = asked.get("virtual_workers") or workers
     if parts == 1:
-        raise UsageError("--workers 1 is what there is already: rehearse two or more")
+        raise UsageError("--workers is 1: there is nothing to rehearse; give two or more")
     if parts < workers:
-        raise UsageError(f"--virtual-workers {parts} is less than --workers {workers}: each needs a part at least")
+        raise UsageError(f"--virtual-workers {parts} is less than --workers {workers}: each worker needs at least one part")
     reference_batch = asked.get("reference_batch") or _task_default(task, asked, "reference_batch")
     batch = asked.get("global_batch") or reference_batch * parts
     plain = {name: value for name, value in asked.items() if name not in _FOR_SEVERAL}
@@ -100,7 +101,7 @@ def make_rehearsal(
     nearest = nearest_recipe(batch) if is_built_in(task) else None
     found = read_recipe(nearest) if nearest else {}
     hidden = str(asked.get("model", "")).partition(":")[0] != "linear"
-    if nearest and (hidden or found.get("optimizer") != "muon"):  # which trains hidden layers
+    if nearest and (hidden or found.get("optimizer") != "muon"):  # muon needs hidden layers
         kept = {name: value for name, value in plain.items() if name not in _FROM_RECIPE}
         kept |= {name: plain[name] for name in ("crop", "flip", "erase") if name in plain}
         taken = {name: value for name, value in found.items() if name in _FROM_RECIPE}
@@ -114,7 +115,7 @@ def make_rehearsal(
 
 
 def nearest_recipe(batch: int) -> str | None:
-    """The packaged recipe whose global batch is nearest by ratio; None where none is within a factor of 2."""
+    """The packaged recipe with the nearest global batch, by ratio; None if there is none within a factor of 2."""
     distances: list[tuple[float, str]] = []
     for name in packaged_recipes():
         made_for = read_recipe(name).get("global_batch")
@@ -125,7 +126,7 @@ def nearest_recipe(batch: int) -> str | None:
 
 
 def verdict(results: Mapping[str, Any], workers: int) -> tuple[str | None, list[str]]:
-    """The arm to use, if there is one, and what was found, in plain words."""
+    """The arm to use, if any, and the results in words, one line per arm."""
     metric, margin = results["metric"], results["study"]["margin"]
     arms = [arm for arm in results["study"]["arms"] if arm != REFERENCE]
     found = {arm: compare_arm(results, arm) for arm in arms}
@@ -135,8 +136,8 @@ def verdict(results: Mapping[str, Any], workers: int) -> tuple[str | None, list[
         recipe = results["study"]["arms"][arm]["about"]
         who = f"With recipe {recipe} they" if recipe else f"{workers} workers (global batch {batch:,})"
         values = final_values(results, arm)
-        ends = f"would end at {metric} {spread_words(values, 'n ')}" if values else "would not come to the end"
-        against = f" against {reference} for one" if values and arm == arms[0] else ""
+        ends = f"would reach {metric} {spread_words(values, 'n ')}" if values else "would not finish"
+        against = f" against {reference} for one worker" if values and arm == arms[0] else ""
         lines.append(f"{who} {ends}{against}: {_plain_verdict(found[arm], metric, margin)}.")
     ranked = sorted(arms, key=lambda arm: (_ORDER.index(found[arm].verdict), _badness(results, arm)))
     best = ranked[0]
@@ -144,11 +145,11 @@ def verdict(results: Mapping[str, Any], workers: int) -> tuple[str | None, list[
         return best, lines
     if found[best].verdict == "worse":
         lines.append(
-            f"{workers} workers lose here. Try fewer workers (--workers {max(2, workers // 2)}), more --epochs, or a longer"
+            f"{workers} workers lose accuracy. Try fewer workers (--workers {max(2, workers // 2)}), more --epochs, or a longer"
             " warm-up (--schedule cosine --warmup-epochs 2)."
         )
         return None, lines
-    lines.append("No verdict yet: more --seeds would give one. The best so far:")
+    lines.append("No verdict yet: use more --seeds to get one. The best so far:")
     return (best if final_values(results, best) else None), lines
 
 
@@ -159,26 +160,26 @@ def _plain_verdict(found: Comparison, metric: str, margin: float) -> str:
 
 def _badness(results: Mapping[str, Any], arm: str) -> float:
     values = final_values(results, arm)
-    centre = sum(values) / len(values) if values else math.inf
-    return centre if results["metric"] == "loss" or not values else -centre
+    average = mean(values) if values else math.inf
+    return average if results["metric"] == "loss" or not values else -average
 
 
 def _write_recipe(path: Path, study: Study, best: str, workers: int) -> None:
-    """All options of the arm; workers are left out, because the place decides on them."""
+    """Write all options of the arm except `workers`, which depends on where the recipe is used."""
     options = next(arm.options for arm in study.arms if arm.name == best)
     config = replace(make_config(_defaults(study.task, options)), workers=None)
     lines = [line for line in to_toml(config).splitlines() if line.partition(" = ")[0] not in NOT_ITS_OWN]
     about = f"# {best}, rehearsed\n#     paceline train {study.task} --workers {workers} --recipe THIS_FILE\n"
-    path.write_text(about + "\n".join(lines) + "\n", encoding="utf-8")
+    write_file(path, about + "\n".join(lines) + "\n")
 
 
 def _defaults(task: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Every option of a run of this task, its own defaults filled in."""
+    """Every option of a run of this task, with the task's own defaults filled in."""
     from paceline.training import tasks
 
     return {name: value for name, value in vars(tasks.resolve(task, options)[1]).items() if value is not None}
 
 
 def _task_default(task: str, options: Mapping[str, Any], name: str) -> Any:
-    """What the task says where the user does not; Config's own for a built-in one, whose file need not be run for that."""
+    """The task's default for an option. For a built-in task this is Config's, so the task need not be loaded."""
     return getattr(Config, name) if is_built_in(task) else _defaults(task, options)[name]

@@ -1,9 +1,10 @@
-"""How far runs that differ only in their seed lie apart, and whether two ways to train end at the same place.
+"""The spread of runs that differ only in their seed, and whether two ways to train reach the same result.
 
-Two arms are compared by Welch's t on their runs' final values (Welch, Biometrika 34, 1947: the arms may spread differently).
-"Equal" is shown, not assumed from a lack of difference: two one-sided tests at 0.05 each (Schuirmann, J. Pharmacokin. Biopharm.
-15, 1987), which is the same as the 90% interval of the difference lying within the margin. Student's t comes from the
-regularised incomplete beta function (DLMF 8.17.22), because scipy is no dependency. Nothing here imports torch.
+Two arms are compared by Welch's t on the final values of their runs (Welch, Biometrika 34, 1947: the arms may have different
+variances). "Equal" must be shown, not assumed because no difference was found: two one-sided tests at 0.05 each (Schuirmann,
+J. Pharmacokin. Biopharm. 15, 1987), which is the same as the 90% interval of the difference lying within the margin. Student's
+t is computed from the regularized incomplete beta function (DLMF 8.17.22), because scipy would be a heavy dependency for two
+functions; the tests compare with it. Nothing here imports torch.
 """
 
 import math
@@ -11,21 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALPHA = 0.05
-"""Of each of the two one-sided tests."""
+"""The level of each of the two one-sided tests."""
 
 MOST_SEEDS = 100
-"""More are not suggested."""
+"""The most seeds that are suggested."""
 
 LEGEND = (
     "equal: the interval lies within the margin; better: above 0; no worse: above minus the margin; worse: below minus the"
     " margin, or a run diverged; undecided: more seeds are needed"
 )
-"""The verdicts in a sentence, for the foot of a table."""
+"""What the verdicts mean, to print below a table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """An arm against the reference: the difference of means, its 90% interval, and what follows at a margin."""
+    """An arm against the reference: the difference of means, its 90% interval, and the verdict at a margin."""
 
     difference: float | None = None
     """Arm minus reference; None where one of them has no value."""
@@ -34,7 +35,7 @@ class Comparison:
     verdict: str
     """equal, better, no worse, worse, undecided or no verdict."""
     why: str = ""
-    """What stands in the way of a verdict, or how many seeds an undecided one needs."""
+    """Why there is no verdict, or how many seeds an undecided one needs."""
 
     def words(self) -> str:
         """The verdict with its reason."""
@@ -50,8 +51,8 @@ def deviation(values: Sequence[float]) -> float:
     """The sample standard deviation (n - 1); 0 for a single value."""
     if len(values) < 2:
         return 0.0
-    centre = mean(values)
-    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))
+    center = mean(values)
+    return math.sqrt(math.fsum((value - center) ** 2 for value in values) / (len(values) - 1))
 
 
 def median(values: Sequence[float]) -> float:
@@ -63,15 +64,15 @@ def median(values: Sequence[float]) -> float:
 def compare(
     values: Sequence[float], reference: Sequence[float], margin: float, *, lower_is_better: bool = False, alpha: float = ALPHA
 ) -> Comparison:
-    """What final values say about an arm and the reference, in this order:
+    """Compare the final values of an arm with those of the reference. The first verdict that holds is returned:
 
-    equal      the interval of the difference lies wholly within (-margin, margin);
-    better     it lies wholly above 0;
-    no worse   it lies wholly above -margin;
-    worse      it lies wholly below -margin;
-    undecided  it holds -margin: `why` says how many seeds an arm would need at this spread.
+    equal      the interval of the difference lies entirely within (-margin, margin);
+    better     it lies entirely above 0;
+    no worse   it lies entirely above -margin;
+    worse      it lies entirely below -margin;
+    undecided  it contains -margin: `why` says how many seeds per arm would be needed at this spread.
 
-    "Above" is towards better: where a lower value is better, the difference is turned round for the verdict alone.
+    "Above" means better: if lower values are better, the sign of the difference is flipped, for the verdict only.
     """
     if not values or not reference:
         return Comparison(verdict="no verdict", why="no run ended")
@@ -80,7 +81,7 @@ def compare(
         return Comparison(difference=difference, verdict="no verdict", why="one seed")
     half = half_width(values, reference, alpha)
     if half == 0 and difference != 0:
-        return Comparison(difference=difference, verdict="no verdict", why="the seeds of both do not differ")
+        return Comparison(difference=difference, verdict="no verdict", why="all seeds of each arm gave the same value")
     low, high = difference - half, difference + half
     bad, good = (-high, -low) if lower_is_better else (low, high)
     why = ""
@@ -99,17 +100,17 @@ def compare(
 
 
 def half_width(values: Sequence[float], reference: Sequence[float], alpha: float = ALPHA) -> float:
-    """Half of the (1 - 2 alpha) interval of the difference of two means, by Welch; 0 where nothing spreads."""
-    parts = [deviation(each) ** 2 / len(each) for each in (values, reference)]
-    total = sum(parts)
+    """Half the width of the (1 - 2 alpha) interval of the difference of two means, by Welch; 0 if both variances are 0."""
+    squares = [deviation(each) ** 2 / len(each) for each in (values, reference)]  # of the standard errors
+    total = sum(squares)
     if total == 0:
         return 0.0
-    freedom = total**2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, (values, reference), strict=True))
+    freedom = total**2 / sum(square**2 / (len(each) - 1) for square, each in zip(squares, (values, reference), strict=True))
     return t_quantile(1 - alpha, freedom) * math.sqrt(total)
 
 
 def seeds_needed(values: Sequence[float], reference: Sequence[float], gap: float, alpha: float = ALPHA) -> int | None:
-    """Seeds an arm at which the interval's half would be less than the gap, if means and spreads stay; None: over 100."""
+    """The number of seeds per arm at which the half-width would be below the gap, at these variances; None if over 100."""
     variances = [deviation(each) ** 2 for each in (values, reference)]
     spread, balance = sum(variances), sum(variance**2 for variance in variances)
     for n in range(2, MOST_SEEDS + 1):
@@ -120,12 +121,14 @@ def seeds_needed(values: Sequence[float], reference: Sequence[float], gap: float
 
 
 def seeds_words(needed: int | None) -> str:
-    """How many seeds, for a reader."""
+    """`seeds_needed` in words."""
     return f"more than {MOST_SEEDS} seeds needed" if needed is None else f"about {needed} seeds needed"
 
 
 def t_probability(t: float, freedom: float) -> float:
     """P(T <= t) of Student's t."""
+    if t * t < freedom:  # near 0 the tail's argument would round to 1
+        return 0.5 + math.copysign(incomplete_beta(0.5, freedom / 2, t * t / (freedom + t * t)) / 2, t)
     tail = incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t)) / 2
     return 1 - tail if t > 0 else tail
 
@@ -148,10 +151,10 @@ def t_quantile(probability: float, freedom: float) -> float:
 
 
 def incomplete_beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22, Lentz's method)."""
+    """The regularized incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22, Lentz's method)."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):  # there the fraction converges fast for the other tail
+    if x > (a + 1) / (a + b + 2):  # the fraction converges fast for the other tail
         return 1 - incomplete_beta(b, a, 1 - x)
     front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
     tiny = 1e-300

@@ -1,4 +1,4 @@
-"""`paceline scale` started as users do: directly, with torchrun, and on two nodes with a slow link between them."""
+"""`paceline scale` as users start it: by itself, under torchrun, and on two nodes with a slow link between them."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_it_measures_each_count_and_gives_advice(runs: Path) -> None:
     assert sum(bucket["bytes"] for bucket in two["buckets"]) >= two["gradient_bytes"] > 0
     assert {link["workers"] for link in result["links"]} == {2}
     assert two["reduce_s"] > 0
-    assert result["advice"] in done.stdout
+    assert result["verdict"] in done.stdout
     assert "of linear" in done.stdout
 
     done = run([*TORCHRUN, "--nproc-per-node", "3", "-m", "paceline", *_SCALE])  # goes into the same record
@@ -44,14 +44,14 @@ def test_it_measures_each_count_and_gives_advice(runs: Path) -> None:
     before = _read(runs)
     done = paceline(*(each.replace("256", "64") for each in _SCALE), "--workers", "2")  # of another model
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert "has measured model mlp:width=256, and this is mlp:width=64: choose another --name" in done.stderr
+    assert "was measured with model mlp:width=256, but this run has mlp:width=64: choose another --name" in done.stderr
     assert _read(runs) == before
     done = run([*TORCHRUN, "--nproc-per-node", "2", "-m", "paceline", *_SCALE, "--workers", "3"])
     assert done.returncode != 0
     assert "--workers is 3, but torchrun has started 2: leave it out" in done.stderr
 
 
-def test_strong_scaling_keeps_the_step(runs: Path) -> None:
+def test_strong_scaling_keeps_the_batch_and_the_parts(runs: Path) -> None:
     done = paceline(*_SCALE, "--workers", "1,2", "--mode", "strong")
     assert done.returncode == 0, done.stderr
     for count in _read(runs)["counts"]:
@@ -61,7 +61,7 @@ def test_strong_scaling_keeps_the_step(runs: Path) -> None:
 @pytest.mark.netns
 @pytest.mark.skipif(bool(missing()), reason=f"network namespaces need {' and '.join(missing())}: {INSTALL}, run as root")
 def test_a_slow_link_shows_as_communication(runs: Path) -> None:
-    """1.2 MB of gradients take 100 ms at 100 Mbit/s; the compute of a step takes a few."""
+    """1.2 MB of gradients take 100 ms at 100 Mbit/s; a step's compute takes a few ms."""
     with two_nodes(rate="100mbit") as nodes:
         flags = ["--nodes", "2", "--workers", "1", "--rendezvous", f"{nodes[0].address}:{_PORT}"]
         commands = [node.command(*PACELINE, *_SCALE, *flags, "--node-id", str(i)) for i, node in enumerate(nodes)]
@@ -70,10 +70,10 @@ def test_a_slow_link_shows_as_communication(runs: Path) -> None:
     result = _read(runs)
     (count,) = result["counts"]
     assert (count["workers"], count["nodes"]) == (2, 2)
-    parts = count["components_s"]
-    assert max(parts, key=lambda name: parts[name]) == "communication"
-    assert parts["communication"] > 0.06
-    assert "communication" in result["advice"]
+    components_s = count["components_s"]
+    assert max(components_s, key=lambda name: components_s[name]) == "communication"
+    assert components_s["communication"] > 0.06
+    assert "communication" in result["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_a_slow_link_shows_as_communication(runs: Path) -> None:
     [
         (["--workers", "0,2"], "--workers is '0,2': it must be numbers of workers such as 1,2,4"),
         (["--workers", "two"], "must be numbers of workers"),
-        (["--global-batch", "512"], "--mode weak gives every worker --reference-batch samples"),
-        (["--resume"], "--resume is of no use to scale"),
-        (["--windows", "1"], "--windows must be at least 3"),
+        (["--global-batch", "512"], "--mode weak gives each worker one part of --reference-batch samples"),
+        (["--resume"], "--resume does not apply to scale"),
+        (["--windows", "1"], "--windows is 1: it must be at least 3"),
         (["--mode", "both"], "invalid choice: 'both'"),
         (["--workers", "1", "--reference-batch", "60000"], "has no full step of 60,000"),
     ],

@@ -114,5 +114,7 @@ def make_scale(path: Path) -> Path:
         )
     links = [{"workers": 2, "bytes": size, "s": 0.001 + size / 1e9} for size in (4, 1 << 20)]
     found = {"kind": "scale", "task": "fashion-mnist-mini", "mode": "weak", "unit": "images", "counts": counts, "links": links}
-    (path / "scale.json").write_text(json.dumps({**found, "advice": "Use two workers.", "environment": {"when": "2026-11-15"}}))
+    (path / "scale.json").write_text(
+        json.dumps({**found, "verdict": "Use two workers.", "environment": {"when": "2026-11-15"}})
+    )
     return path

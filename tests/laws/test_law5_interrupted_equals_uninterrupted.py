@@ -73,7 +73,7 @@ def test_one_run_survives_every_kind_of_failure(runs: Path, uninterrupted: Path)
         assert line.startswith(f"paceline: {said}"), done.stderr
         assert line.endswith(f"; restart {number} of {len(faults)} on 2 workers")
     assert "is damaged" in done.stdout, "the torn checkpoint was not noticed"
-    assert "using the one before it" in done.stdout
+    assert "using the previous one" in done.stdout
     assert facts(runs / "x") == facts(uninterrupted)
     assert_every_sample_once()
 
@@ -119,7 +119,7 @@ def test_a_full_disk_costs_checkpoints_not_the_run(runs: Path, uninterrupted: Pa
     done = train_with(faults, "--workers", "2", "--name", "x", "--max-restarts", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("could not write the checkpoint at step 6") == 1
-    assert "training goes on, the last good one is step 3" in done.stdout
+    assert "training continues, the last good checkpoint is step 3" in done.stdout
     assert "from step 12 of" in done.stdout, "the checkpoints after the disk had room again were not used"
     assert facts(runs / "x") == facts(uninterrupted)
 

@@ -1,11 +1,11 @@
-"""The error tree: exit codes, and the nearest right name."""
+"""The error tree: exit codes, suggestions and printable messages."""
 
 import inspect
 
 import pytest
 
 from paceline import errors
-from paceline.errors import PacelineError, RecordError, UsageError, unknown
+from paceline.errors import PacelineError, RecordError, UsageError, reason, unknown
 
 
 def test_a_near_name_is_suggested():
@@ -16,7 +16,7 @@ def test_the_nearest_of_several_is_suggested():
     assert "'wide-resnet'" in str(unknown("model", "wide-resne", ["resnet", "wide-resnet", "course-wide-resnet"]))
 
 
-def test_where_nothing_is_near_all_are_listed_in_order():
+def test_without_a_near_name_all_are_listed_in_order():
     assert str(unknown("optimizer", "zzz", ["sgd", "adamw"])) == "unknown optimizer 'zzz': known: adamw, sgd"
 
 
@@ -26,7 +26,7 @@ def test_a_message_cannot_control_the_terminal(text):
         assert str(kind(text)).isprintable()
 
 
-def test_a_users_mistake_is_one_line_and_a_workers_traceback_is_many():
+def test_a_users_mistake_is_one_line_and_a_workers_traceback_keeps_its_lines():
     assert str(UsageError("a\nb")) == "a\\nb"
     assert str(PacelineError("a\n\tb é 火")) == "a\n\tb é 火"
 
@@ -52,3 +52,10 @@ def test_every_error_is_in_the_tree():
     classes = [value for _, value in members if value.__module__ == errors.__name__]
     assert len(classes) >= 6
     assert all(issubclass(value, PacelineError) and value.__doc__ for value in classes)
+
+
+def test_the_reason_of_an_error_is_one_line():
+    assert reason(FileNotFoundError(2, "No such file or directory", "x")) == "No such file or directory"
+    assert reason(OSError("no number")) == "no number"
+    assert reason(ValueError("two\n lines")) == "two lines"
+    assert reason(ValueError()) == "ValueError"

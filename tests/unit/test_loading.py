@@ -1,4 +1,4 @@
-"""The garbage collector rests while a command loads, and only then."""
+"""The garbage collector is paused while a command loads, and only then."""
 
 import gc
 import sys
@@ -14,11 +14,11 @@ TASK = """
 import gc
 import torch
 from paceline import Arrays, Task
-assert gc.isenabled(), "a task is made with the collector at work: its data may leave much garbage"
+assert gc.isenabled(), "a task is built with the collector on: its data may leave much garbage"
 
 def objective(model, batch):
     assert gc.isenabled()
-    assert gc.get_freeze_count() > 100_000, "what was loaded is looked through again"
+    assert gc.get_freeze_count() > 100_000, "the loaded objects are scanned again"
     return {"loss": model(batch[0]).square().mean(1)}
 
 def task():
@@ -36,7 +36,7 @@ def collector() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_command_trains_with_the_collector_at_work(tmp_path: Path, workers: int) -> None:
+def test_a_command_trains_with_the_collector_on(tmp_path: Path, workers: int) -> None:
     (tmp_path / "my_task.py").write_text(TASK)
     flags = ["--workers", str(workers), "--reference-batch", "2", "--max-steps", "1", "--runs-dir", str(tmp_path)]
     done = run([sys.executable, "-m", "paceline", "train", str(tmp_path / "my_task.py"), *flags], timeout_s=90)

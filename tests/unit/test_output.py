@@ -1,4 +1,4 @@
-"""Printing never fails: streams that cannot be written drop what they are given, and say why when asked."""
+"""Printing never fails: streams that cannot be written to drop their text and keep the reason."""
 
 import errno
 import io
@@ -50,7 +50,7 @@ def stream(number: int, **options: object) -> io.TextIOWrapper:
 
 
 @pytest.mark.parametrize("unbuffered", [False, True])
-def test_a_protected_stream_never_raises_and_knows_why(broken: int, full: int, unbuffered: bool) -> None:
+def test_a_protected_stream_never_raises_and_keeps_the_error(broken: int, full: int, unbuffered: bool) -> None:
     for number, code in ((broken, errno.EPIPE), (full, errno.ENOSPC)):
         plain = stream(number)
         if unbuffered:  # as with PYTHONUNBUFFERED
@@ -67,7 +67,7 @@ def test_a_protected_stream_never_raises_and_knows_why(broken: int, full: int, u
         assert error is protected.error
 
 
-def test_a_protected_stream_is_like_the_one_it_stands_for(tmp_path: Path) -> None:
+def test_a_protected_stream_behaves_like_the_one_it_replaces(tmp_path: Path) -> None:
     plain = (tmp_path / "file").open("w", encoding="latin-1")
     plain.write("first\n")
     protected = output.protect(plain)
@@ -92,7 +92,7 @@ def test_a_terminal_stays_a_terminal() -> None:
         os.close(theirs)
 
 
-def test_a_stream_that_does_not_block_is_waited_for(tmp_path: Path) -> None:
+def test_writing_waits_for_a_full_non_blocking_stream(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with (tmp_path / "read").open("wb") as file:
@@ -109,7 +109,7 @@ def test_a_stream_that_does_not_block_is_waited_for(tmp_path: Path) -> None:
 
 
 class Notebook(io.StringIO):
-    """What a notebook may put in the place of stdout: it has a number, but prints elsewhere."""
+    """What a notebook may use as stdout: it has a file descriptor, but prints elsewhere."""
 
     def fileno(self) -> int:
         return 1
@@ -131,7 +131,7 @@ def paceline(stdout: int, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
 
 
-def test_a_print_in_the_objective_does_not_end_a_run_whose_reader_left(runs: Path, broken: int) -> None:
+def test_a_print_in_the_objective_does_not_end_a_run_without_a_reader(runs: Path, broken: int) -> None:
     done = train("print('hello', flush=True)", broken)
     assert (done.returncode, done.stderr) == (0, "")
     assert (runs / "x" / "model.safetensors").exists()
@@ -145,7 +145,7 @@ def test_a_full_stdout_is_one_line_on_stderr(runs: Path, full: int) -> None:
     assert done.stderr == f"paceline: stdout cannot be written ({why}): training goes on, the record has everything\n"
 
 
-def test_a_broken_pipe_of_the_tasks_own_is_a_failure_that_is_explained(runs: Path, broken: int) -> None:
+def test_a_broken_pipe_in_the_task_itself_is_reported_as_a_failure(runs: Path, broken: int) -> None:
     done = train("raise BrokenPipeError(32, 'mine')", broken)
     assert done.returncode == 1
     assert done.stderr.startswith("paceline: failed: BrokenPipeError: [Errno 32] mine\nTraceback")

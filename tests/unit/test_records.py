@@ -1,4 +1,4 @@
-"""Records: a new folder a run, whole files and whole rows or none, also on a full disk."""
+"""Records: each run gets a new folder; files and rows are complete or absent, even on a full disk."""
 
 import errno
 import fcntl
@@ -18,7 +18,7 @@ import pytest
 from harness.processes import run
 from paceline import records
 from paceline.errors import RecordError
-from paceline.records import Record, close_cut_short, environment, read_result
+from paceline.records import Record, Status, close_cut_short, environment, read_result
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ class Disk:
         self.folder = folder
 
     def fill(self, record: Record | None = None) -> None:
-        """Use it up to the last byte."""
+        """Fill it to the last byte."""
         with (self.folder / "fill").open("wb", buffering=0) as file:
             for size in (4096, 1):
                 with suppress(OSError):
@@ -48,7 +48,7 @@ class Disk:
 
 
 class PretendDisk(Disk):
-    """The same where we may not mount one: the calls that would fail do."""
+    """The same without mounting: the calls that would fail are made to fail."""
 
     def fill(self, record: Record | None = None) -> None:
         self._patch = pytest.MonkeyPatch()
@@ -63,7 +63,7 @@ class PretendDisk(Disk):
 
 
 class Full:
-    """A file on a disk that has room for a few bytes more."""
+    """A file on a disk with room for a few more bytes."""
 
     def __init__(self, file: Any, room: int) -> None:
         self._file, self.room = file, room
@@ -85,7 +85,7 @@ def no_space(*_: Any, **__: Any) -> None:
 
 @pytest.fixture(params=["real", "pretend"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
-    """A small disk: a real one where we may mount it, and always its double."""
+    """A small disk: a real one if it can be mounted, and always a simulated one."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path]
     if request.param == "pretend" or subprocess.run(mount, capture_output=True).returncode:
         pretend = PretendDisk(tmp_path)
@@ -103,7 +103,7 @@ def rows(path: Path) -> list[dict[str, object]]:
 
 
 def strict(text: str) -> object:
-    """JSON as other readers take it: they refuse NaN."""
+    """Parse JSON as strict readers do: they refuse NaN."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
@@ -143,7 +143,7 @@ def test_two_processes_never_share_a_folder(tmp_path):
     assert len(set(paths)) == 60
 
 
-def test_ten_thousand_of_a_name_are_enough(tmp_path, monkeypatch):
+def test_ten_thousand_runs_of_one_name_are_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "range", lambda *_: (1, 2), raising=False)
     for _ in range(2):
         Record(str(tmp_path), "x").finish({})
@@ -151,7 +151,7 @@ def test_ten_thousand_of_a_name_are_enough(tmp_path, monkeypatch):
         Record(str(tmp_path), "x")
 
 
-def test_rows_are_there_at_once(record):
+def test_rows_are_written_immediately(record):
     record.row({"step": 1, "loss": 0.5})
     record.row({"step": 2})
     epoch = {"kind": "epoch", "step": 2, "time_s": 1.23456, "val_accuracy": 0.98765}
@@ -161,19 +161,19 @@ def test_rows_are_there_at_once(record):
     assert (record.path / "course.csv").read_text() == "time,val_accuracy\n1.235,0.9877\n"
 
 
-def test_not_a_number_stays_valid_json(record):
+def test_a_row_with_nan_stays_valid_json(record):
     record.row({"loss": math.nan, "up": math.inf, "down": -math.inf, "step": 3, "fine": 0.5})
     line = (record.path / "metrics.jsonl").read_text()
     assert strict(line) == {"loss": "nan", "up": "inf", "down": "-inf", "step": 3, "fine": 0.5}
 
 
-def test_a_result_with_metrics_that_are_no_numbers_stays_valid_json(record):
+def test_a_result_with_nan_stays_valid_json(record):
     record.finish({"status": "done", "metrics": {"loss": math.nan, "accuracy": 0.1}})
     text = (record.path / "result.json").read_text()
     assert strict(text) == {"status": "done", "metrics": {"loss": "nan", "accuracy": 0.1}}
 
 
-def test_replacing_leaves_the_whole_file(record):
+def test_replacing_leaves_the_complete_file(record):
     with record.replacing("model") as path:
         path.write_bytes(b"weights")
         assert not (record.path / "model").exists()
@@ -207,7 +207,7 @@ def test_replacing_keeps_the_old_file_on_failure(record):
     assert (record.path / "config.toml").read_text() == "old"
 
 
-def test_a_row_that_does_not_fit_waits_for_the_next(record):
+def test_a_row_that_does_not_fit_is_retried_with_the_next(record):
     record.row({"step": 1})
     small = record._metrics.file = Full(record._metrics.file, room=5)
     record.row({"step": 2})
@@ -230,7 +230,7 @@ def test_rows_after_the_end_are_ignored(record):
     assert read_result(record.path) == {"status": "done"}
 
 
-def test_a_full_disk_costs_rows_and_not_the_run(disk, monkeypatch):
+def test_a_full_disk_loses_rows_but_not_the_run(disk, monkeypatch):
     monkeypatch.setattr(records, "_MOST_HELD", 1000)  # three of the rows below
     record = Record(str(disk.folder), "x")
     record.row({"step": 0})
@@ -254,8 +254,8 @@ def test_a_full_disk_costs_rows_and_not_the_run(disk, monkeypatch):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 @pytest.mark.parametrize("log", ["_metrics", "_csv"])
-def test_rows_wait_for_room_in_both_files(record, monkeypatch, log, code):
-    """The disk, the quota and the largest size of a file; metrics.jsonl and course.csv."""
+def test_both_files_retry_rows_that_do_not_fit(record, monkeypatch, log, code):
+    """The disk, the quota and the file size limit; metrics.jsonl and course.csv."""
 
     class Refuses(Full):
         def write(self, data: bytes) -> int:
@@ -272,7 +272,7 @@ def test_rows_wait_for_room_in_both_files(record, monkeypatch, log, code):
     assert (record.path / "course.csv").read_text() == "time,val_accuracy\n" + "1.000,0.5000\n" * 2
 
 
-def test_another_error_than_a_full_disk_is_told(record, monkeypatch):
+def test_errors_other_than_a_full_disk_are_raised(record, monkeypatch):
     monkeypatch.setattr(record._metrics, "file", Broken(record._metrics.file, 0))
     with pytest.raises(RecordError, match="Input/output error; choose another --runs-dir"):
         record.row({"kind": "step", "step": 1})
@@ -309,13 +309,13 @@ def test_a_record_that_has_a_result_keeps_it(record, status):
     assert read_result(record.path) == {"status": status, "why": "its own"}
 
 
-def test_a_record_that_knew_only_of_lost_contact_learns_the_cause(record):
+def test_a_record_that_only_knew_of_lost_contact_gets_the_cause(record):
     record.finish({"status": "failed", "why": "Connection closed by peer", "steps": 17})
     close_cut_short(record.path, "failed", "worker 1 was killed by SIGKILL")
     assert read_result(record.path) == {"status": "failed", "why": "worker 1 was killed by SIGKILL", "steps": 17}
 
 
-def test_closing_a_record_that_never_was_does_nothing(tmp_path):
+def test_closing_a_record_that_does_not_exist_does_nothing(tmp_path):
     close_cut_short(tmp_path / "none", "failed", "")
     assert not list(tmp_path.iterdir())
 
@@ -338,7 +338,7 @@ def test_a_file_in_the_way_is_one_line(tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_environment_says_what_ran_where(monkeypatch):
+def test_environment_has_command_versions_and_machine(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/paceline", "train", "x"])
     found = environment()
     assert found["command"] == ["paceline", "train", "x"]
@@ -357,7 +357,7 @@ def test_environment_outside_git_and_with_missing_packages(tmp_path, monkeypatch
     assert records._version("no-such-package") == "not installed"
 
 
-def test_git_revision_says_when_files_were_changed(tmp_path, monkeypatch):
+def test_git_revision_marks_changed_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@x"]
     (tmp_path / "file").write_text("a")
@@ -374,7 +374,7 @@ def test_records_need_no_torch():
     assert run([sys.executable, "-c", code]).returncode == 0
 
 
-# --- going on with a record ---
+# --- resuming a record ---
 
 
 def row(step: int, kind: str = "step", **more: Any) -> dict[str, Any]:
@@ -398,7 +398,7 @@ def test_a_record_is_resumed_on_a_full_disk(record, monkeypatch):
     assert [row["kind"] for row in records.read_metrics(record.path)] == ["epoch", "resume", "epoch"]
 
 
-def test_a_resumed_record_reads_as_if_nothing_had_happened(record: Record) -> None:
+def test_a_resumed_record_reads_like_an_uninterrupted_one(record: Record) -> None:
     for step in (2, 4, 6):
         record.row(row(step, loss=float(step)))
     record.row(row(6, "epoch", time_s=1.0, val_accuracy=0.5))
@@ -425,11 +425,11 @@ def test_a_resumed_record_reads_as_if_nothing_had_happened(record: Record) -> No
     assert rows[-1]["loss"] == 9.0
     assert (record.path / "course.csv").read_text() == "time,val_accuracy\n1.000,0.5000\n"
     kept = (record.path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(kept[4])["loss"] == 8.0, "rows are never taken out of the file"
+    assert json.loads(kept[4])["loss"] == 8.0, "rows are never removed from the file"
 
 
-def test_an_epoch_whose_validation_is_done_again_is_there_once(record: Record) -> None:
-    """A checkpoint at an epoch's last step is taken before its validation, which a run resumed there does again."""
+def test_an_epoch_with_a_repeated_validation_appears_once(record: Record) -> None:
+    """A checkpoint at an epoch's last step is written before the validation, so a run resumed there repeats it."""
     record.row(row(6, loss=1.0))
     for _ in range(2):
         record.resume(6, {})
@@ -441,8 +441,8 @@ def test_an_epoch_whose_validation_is_done_again_is_there_once(record: Record) -
     assert (record.path / "course.csv").read_text() == "time,val_accuracy\n1.000,0.5000\n"
 
 
-def test_one_run_at_a_time_writes_to_a_record(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(100))  # half a second each time it is asked
+def test_only_one_run_at_a_time_writes_to_a_record(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))  # half a second per call
     monkeypatch.setattr(time, "monotonic", lambda: next(clock) / 2)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with pytest.raises(RecordError, match="another run is writing to"):
@@ -472,15 +472,15 @@ def test_the_newest_unfinished_record_of_a_task(tmp_path: Path, monkeypatch: pyt
     busy = leave(tmp_path, "busy", "mine", None)
     (tmp_path / "rubbish").mkdir()
     (tmp_path / "rubbish" / "metrics.jsonl").write_text("")
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits for a record in use"))
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it must not wait for a record in use"))
     assert records.find_unfinished(tmp_path, "mine") == (tmp_path / "new", [tmp_path / "busy"])
-    busy._metrics.close()  # its run was killed: nobody said how it ended
+    busy._metrics.close()  # its run was killed: it has no result
     busy._csv.close()
     assert records.find_unfinished(tmp_path, "mine") == (tmp_path / "busy", [])
 
 
-def test_somebody_who_looks_at_a_record_does_not_use_it(tmp_path: Path) -> None:
-    """The board takes a shared lock for a moment to see whether a run is alive."""
+def test_reading_a_record_does_not_mark_it_as_in_use(tmp_path: Path) -> None:
+    """The board takes a shared lock for a moment to see whether a run is writing."""
     leave(tmp_path, "mine", "mine", "failed")
     with (tmp_path / "mine" / "metrics.jsonl").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
@@ -489,7 +489,7 @@ def test_somebody_who_looks_at_a_record_does_not_use_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["environment.json", "result.json"])
 @pytest.mark.parametrize("content", [b"[]", b"1", b"\xff", b"{", b"[" * 100_000, b'{"status": 3}'])
-def test_a_damaged_record_hides_no_other(tmp_path: Path, name: str, content: bytes) -> None:
+def test_a_damaged_record_does_not_hide_others(tmp_path: Path, name: str, content: bytes) -> None:
     leave(tmp_path, "good", "mine", "failed", 2e8)
     leave(tmp_path, "bad", "theirs", "failed", 3e8)
     (tmp_path / "bad" / name).write_bytes(content)
@@ -501,7 +501,7 @@ ODD_LINES += [b'{"kind": "resume"}', b'{"kind": "resume", "step": null}', b'{"ki
 
 
 @pytest.mark.parametrize("line", ODD_LINES)
-def test_a_line_that_is_no_row_is_left_out(record: Record, line: bytes) -> None:
+def test_a_line_that_is_not_a_row_is_skipped(record: Record, line: bytes) -> None:
     record.row(row(1, "epoch", time_s=1.0, val_accuracy=0.5))
     record._metrics.file.write(line + b"\n")
     record.row(row(2, loss=1.0))
@@ -514,7 +514,7 @@ def test_a_line_that_is_no_row_is_left_out(record: Record, line: bytes) -> None:
     assert (record.path / "course.csv").read_text() == "time,val_accuracy\n1.000,0.5000\n"
 
 
-def test_an_accuracy_that_is_no_number_is_no_obstacle(record: Record) -> None:
+def test_an_accuracy_that_is_not_a_number_is_accepted(record: Record) -> None:
     record.row(row(1, "epoch", time_s=1.0, val_accuracy=math.nan))
     record.row(row(2, "epoch", time_s=[], val_accuracy="high"))
     record.resume(3, {})
@@ -522,7 +522,17 @@ def test_an_accuracy_that_is_no_number_is_no_obstacle(record: Record) -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "{"])
-def test_an_odd_result_is_replaced_when_a_worker_died(record: Record, content: str) -> None:
+def test_an_invalid_result_is_replaced_when_a_worker_died(record: Record, content: str) -> None:
     (record.path / "result.json").write_text(content)
     close_cut_short(record.path, "failed", "worker 1 was killed by SIGKILL")
     assert read_result(record.path) == {"status": "failed", "why": "worker 1 was killed by SIGKILL"}
+
+
+def test_statuses_that_finish_and_those_that_would_repeat() -> None:
+    assert [status for status in Status if status.good] == ["done", "target reached"]
+    assert [status for status in Status if status.final] == ["done", "target reached", "diverged"]
+
+
+@pytest.mark.parametrize("value", ["", "Done", "<b>", None, 3, [], {}])
+def test_a_status_that_is_none_of_ours_is_unknown(value: Any) -> None:
+    assert Status(value) is Status.UNKNOWN

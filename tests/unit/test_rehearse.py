@@ -1,4 +1,4 @@
-"""A rehearsal: which arms it trains, what it says in plain words, and the recipe it leaves."""
+"""A rehearsal: the arms it trains, what it prints, and the recipe it writes."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from paceline import cli, toml
 from paceline import rehearse as rehearsal
 from paceline.config import make_config
 from paceline.rehearse import REFERENCE, make_rehearsal, nearest_recipe, verdict
-from paceline.study.study import plan_runs
+from paceline.study.study import list_runs
 from paceline.toml import read_recipe
 
 TINY = ("--model", "linear", "--train-samples", "128", "--reference-batch", "16", "--epochs", "1", "--seeds", "2")
@@ -19,7 +19,7 @@ TINY = ("--model", "linear", "--train-samples", "128", "--reference-batch", "16"
 
 @pytest.fixture(autouse=True)
 def here(runs: Path) -> None:
-    """Records go to a folder of the test's own."""
+    """Records go to the test's own folder."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def mistake(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes these the packaged recipes."""
+    """Replace the packaged recipes."""
 
     def make(**recipes: str) -> None:
         Path("packaged").mkdir()
@@ -54,11 +54,11 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ((), "rehearse needs --workers: how many would there be?"),
+        ((), "rehearse needs --workers: the number of workers to rehearse"),
         (("--workers", "0"), "--workers is 0: it must be at least 1"),
-        (("--workers", "4", "--seed", "3"), "--seed is rehearse's own to give: use --seeds"),
-        (("--workers", "4", "--name", "x"), "--name is rehearse's own to give"),
-        (("--workers", "4", "--resume"), "--resume is rehearse's own to give"),
+        (("--workers", "4", "--seed", "3"), "--seed cannot be given: rehearse sets it; use --seeds"),
+        (("--workers", "4", "--name", "x"), "--name cannot be given: rehearse sets it"),
+        (("--workers", "4", "--resume"), "--resume cannot be given: rehearse sets it"),
         (("--workers", "4", "--virtual-workers", "2"), "--virtual-workers 2 is less than --workers 4"),
         (("--workers", "4", "--margin", "0"), "--margin is 0.0: it must be a positive number"),
         (("--workers", "4", "--margin", "x"), "invalid float value"),
@@ -72,13 +72,13 @@ def test_a_mistake_is_one_line(mistake, runs, argv, words):
     assert not runs.exists()
 
 
-def test_it_is_not_for_another_launchers_world(mistake, monkeypatch):
+def test_it_refuses_to_run_under_another_launcher(mistake, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert "start it by itself, not with torchrun" in mistake("rehearse", "fashion-mnist-mini", "--workers", "4")
 
 
-def test_the_arms_differ_in_the_workers_alone(package):
+def test_the_arms_differ_only_in_their_workers(package):
     package()
     study, workers = make_rehearsal("fashion-mnist", {"workers": "64", "base_lr": "0.1", "model": "resnet", "epochs": 9})
     assert (workers, study.reference, study.name) == (64, REFERENCE, "rehearse-fashion-mnist-64")
@@ -118,18 +118,18 @@ def test_a_task_of_the_users_own_has_no_recipe_arm_and_its_own_batch(package):
     assert study.name == "rehearse-my_own-4"
 
 
-def test_what_it_says_and_the_recipe_it_leaves(runs, package, capsys):
+def test_what_it_prints_and_the_recipe_it_writes(runs, package, capsys):
     package(batch_32='global_batch = 32\nschedule = "cosine"\nwarmup_epochs = 0.5\nbase_lr = 0.02\n')
     argv = ["rehearse", "fashion-mnist-mini", "--workers", "2", *TINY, "--margin", "0.9"]
     assert cli.run(argv) == 0
     out = capsys.readouterr().out
-    assert out.startswith("2 virtual workers on the one worker that is here: the same model, only slower\n")
+    assert out.startswith("2 virtual workers on one worker: the same model, only slower\n")
     assert out.count("| 2 workers ") == 2
     *_, asked, with_recipe, use = out.splitlines()
-    assert asked.startswith("2 workers (global batch 32) would end at accuracy 0.")
+    assert asked.startswith("2 workers (global batch 32) would reach accuracy 0.")
     assert "(n 2) against 0." in asked
     assert asked.endswith(", equal within 90 points.")
-    assert with_recipe.startswith("With recipe batch-32 they would end at accuracy 0.")
+    assert with_recipe.startswith("With recipe batch-32 they would reach accuracy 0.")
     recipe = runs / "rehearse-fashion-mnist-mini-2" / "recipe.toml"
     assert use == "Use: paceline train fashion-mnist-mini --workers 2 --recipe runs/rehearse-fashion-mnist-mini-2/recipe.toml"
     options = read_recipe(str(recipe))
@@ -146,8 +146,8 @@ def test_what_it_says_and_the_recipe_it_leaves(runs, package, capsys):
     assert {name: getattr(found, name) for name in results["study"]["arms"][best]["options"]} == results["study"]["arms"][best][
         "options"
     ]
-    assert cli.run(argv) == 0  # nothing is done twice
-    assert "6 runs, 6 of them done before" in capsys.readouterr().out
+    assert cli.run(argv) == 0  # nothing is trained twice
+    assert "6 runs, 6 already done" in capsys.readouterr().out
 
 
 def made(**arms: list[float]) -> dict[str, Any]:
@@ -165,40 +165,40 @@ def made(**arms: list[float]) -> dict[str, Any]:
 GOOD, LOW = [0.942, 0.943, 0.944], [0.911, 0.912, 0.913]
 
 
-def test_the_arm_that_does_not_lose_is_recommended():
+def test_the_arm_that_loses_no_accuracy_is_recommended():
     best, lines = verdict(made(reference=GOOD, asked=LOW, recipe=GOOD), 64)
     assert best == "64 workers with batch-8192"
     assert lines == [
-        "64 workers (global batch 8,192) would end at accuracy 0.9120 ± 0.0010 (n 3) against 0.9430 ± 0.0010 (n 3) for one:"
-        " -3.10 points [-3.27, -2.93], worse.",
-        "With recipe batch-8192 they would end at accuracy 0.9430 ± 0.0010 (n 3): +0.00 points [-0.17, +0.17], equal within 0.5"
+        "64 workers (global batch 8,192) would reach accuracy 0.9120 ± 0.0010 (n 3) against 0.9430 ± 0.0010 (n 3) for one"
+        " worker: -3.10 points [-3.27, -2.93], worse.",
+        "With recipe batch-8192 they would reach accuracy 0.9430 ± 0.0010 (n 3): +0.00 points [-0.17, +0.17], equal within 0.5"
         " points.",
     ]
 
 
-def test_a_higher_accuracy_of_those_that_did_not_diverge_does_not_count():
+def test_an_arm_with_a_diverged_seed_is_not_recommended():
     best, _ = verdict(made(reference=GOOD, asked=[0.96, 0.96, float("nan")], recipe=GOOD), 64)
     assert best == "64 workers with batch-8192"
 
 
-def test_where_all_lose_it_says_what_to_try():
+def test_if_all_arms_lose_it_says_what_to_try():
     best, lines = verdict(made(reference=GOOD, asked=[float("nan")] * 3, recipe=LOW), 64)
     assert best is None
-    assert lines[0] == "64 workers (global batch 8,192) would not come to the end: worse (3 of 3 diverged)."
-    assert lines[-1].startswith("64 workers lose here. Try fewer workers (--workers 32), more --epochs")
+    assert lines[0] == "64 workers (global batch 8,192) would not finish: worse (3 of 3 diverged)."
+    assert lines[-1].startswith("64 workers lose accuracy. Try fewer workers (--workers 32), more --epochs")
 
 
-def test_without_a_verdict_the_best_so_far_is_named():
+def test_without_a_verdict_it_names_the_best_arm_so_far():
     best, lines = verdict(made(reference=[0.94], asked=[0.92], recipe=[0.93]), 64)
     assert best == "64 workers with batch-8192"
-    assert lines[-1] == "No verdict yet: more --seeds would give one. The best so far:"
+    assert lines[-1] == "No verdict yet: use more --seeds to get one. The best so far:"
 
 
 @pytest.mark.parametrize("more", [{"lr_rule": "adascale"}, {"measure_noise": True}, {"local_steps": 2}])
-def test_what_needs_parts_is_not_asked_of_one_worker(package, more):
+def test_options_that_need_several_workers_are_left_out_of_the_reference(package, more):
     package()
     study, _ = make_rehearsal("fashion-mnist-mini", {"workers": 4, **more}, seeds=(0,), margin=0.005)
-    assert plan_runs(study)  # which checks every arm
+    assert list_runs(study)  # this checks every arm
     reference = next(arm for arm in study.arms if arm.name == "reference")
     assert not set(more.items()) & set(reference.options.items())
 

@@ -1,8 +1,11 @@
-"""Student's t against published tables, and verdicts in cases whose answer is known."""
+"""Statistics against published tables and scipy, and verdicts in cases with a known answer."""
 
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special, stats
 
 from paceline.spread import compare, deviation, half_width, incomplete_beta, mean, median, seeds_needed, t_probability
 from paceline.spread import t_quantile as quantile
@@ -26,7 +29,7 @@ from paceline.spread import t_quantile as quantile
         (0.95, 10_000, 1.645006),
     ],
 )
-def test_t_is_the_published_one(probability, freedom, t):
+def test_t_matches_published_tables(probability, freedom, t):
     assert quantile(probability, freedom) == pytest.approx(t, abs=6e-7)
     assert quantile(1 - probability, freedom) == pytest.approx(-t, abs=6e-7)
     assert t_probability(quantile(probability, freedom), freedom) == pytest.approx(probability, abs=1e-12)
@@ -38,6 +41,39 @@ def test_t_with_one_and_two_degrees_of_freedom_has_a_closed_form():
         assert t_probability(t, 2) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)), abs=1e-14)
 
 
+FREEDOMS = (0.5, 1, 1.3, 2, 2.7, 4, 7.5, 30, 100, 1e3, 1e5)
+
+
+@pytest.mark.parametrize("freedom", FREEDOMS)
+def test_t_matches_scipy(freedom):
+    for probability in (1e-4, 0.01, 0.05, 0.3, 0.5, 0.6, 0.9, 0.95, 0.975, 0.99, 0.9999):
+        assert quantile(probability, freedom) == pytest.approx(stats.t.ppf(probability, freedom), rel=1e-9, abs=1e-12)
+    for t in (-50, -3, -1, -1e-6, 0, 0.3, 1, 2, 8, 1e4):
+        assert t_probability(t, freedom) == pytest.approx(stats.t.cdf(t, freedom), abs=1e-10)
+
+
+@pytest.mark.parametrize("a", [0.05, 0.5, 1, 2.5, 10, 100, 5e4])
+def test_the_incomplete_beta_matches_scipy(a):
+    for b in (0.05, 0.5, 1, 2.5, 10, 100):
+        for x in (0, 1e-9, 1e-3, 0.1, 0.5, 0.9, 0.999, 1 - 1e-9, 1):
+            assert incomplete_beta(a, b, x) == pytest.approx(special.betainc(a, b, x), abs=1e-10)
+
+
+VALUES = st.lists(st.floats(0, 1).map(lambda value: round(value, 4)), min_size=2, max_size=12)
+
+
+@pytest.mark.filterwarnings("ignore:Precision loss:RuntimeWarning")  # scipy's, for nearly equal values
+@settings(max_examples=200, deadline=None)
+@given(VALUES, VALUES, st.sampled_from([0.005, 0.025, 0.05, 0.1]))
+def test_mean_deviation_median_and_welchs_interval_match_scipy(values, reference, alpha):
+    assert mean(values) == pytest.approx(stats.tmean(values), rel=1e-12)
+    assert deviation(values) == pytest.approx(stats.tstd(values), rel=1e-9, abs=1e-12)
+    assert median(values) == pytest.approx(stats.scoreatpercentile(values, 50), rel=1e-12)
+    if len({*values}) > 1 or len({*reference}) > 1:  # scipy has no interval for constant samples
+        low, high = stats.ttest_ind(values, reference, equal_var=False).confidence_interval(1 - 2 * alpha)
+        assert half_width(values, reference, alpha) == pytest.approx((high - low) / 2, rel=1e-8)
+
+
 def test_the_incomplete_beta_where_it_is_a_polynomial():
     for x in (0.0, 0.1, 0.5, 0.93, 1.0):
         assert incomplete_beta(1, 1, x) == pytest.approx(x, abs=1e-14)
@@ -45,7 +81,7 @@ def test_the_incomplete_beta_where_it_is_a_polynomial():
 
 
 @pytest.mark.parametrize(("probability", "freedom"), [(0, 3), (1, 3), (0.5, 0)])
-def test_no_such_quantile(probability, freedom):
+def test_a_quantile_that_does_not_exist_is_an_error(probability, freedom):
     with pytest.raises(ValueError, match="no quantile"):
         quantile(probability, freedom)
 
@@ -64,7 +100,7 @@ def test_welchs_interval_of_a_worked_example():
     assert half_width(one, other) == pytest.approx(quantile(0.95, freedom) * math.sqrt(26 / 3))
 
 
-NEAR = [0.940, 0.941, 0.942]  # sd 0.001: the half of the interval of two such arms is 0.00174
+NEAR = [0.940, 0.941, 0.942]  # sd 0.001: the half-width of two such arms is 0.00174
 
 
 def moved(by: float, spread: float = 1.0) -> list[float]:
@@ -75,7 +111,7 @@ def moved(by: float, spread: float = 1.0) -> list[float]:
     ("by", "spread", "verdict"),
     [
         (0.0, 1, "equal"),
-        (0.0032, 1, "equal"),  # above 0 too, but within the margin
+        (0.0032, 1, "equal"),  # also above 0, but within the margin
         (0.0034, 1, "better"),
         (0.03, 1, "better"),
         (0.003, 4, "no worse"),
@@ -99,25 +135,25 @@ def test_verdicts_at_a_margin(by, spread, verdict):
     assert ("seeds needed" in found.why) == (verdict == "undecided")
 
 
-def test_where_nothing_spreads():
+def test_arms_without_spread():
     assert compare([0.9, 0.9], [0.9, 0.9], 0.005).verdict == "equal"
-    assert compare([0.8, 0.8], [0.9, 0.9], 0.005).words() == "no verdict (the seeds of both do not differ)"
+    assert compare([0.8, 0.8], [0.9, 0.9], 0.005).words() == "no verdict (all seeds of each arm gave the same value)"
 
 
-def test_so_many_seeds_as_there_are_were_not_enough():
-    """Two seeds, one of which hardly spreads: Welch's degrees of freedom are few, and the interval is wide."""
+def test_more_seeds_than_there_are_is_suggested():
+    """Two seeds per arm, one arm with little spread: Welch's degrees of freedom are few, so the interval is wide."""
     found = compare([0.25, 0.45], [0.705, 0.717], 0.005)
     assert found.verdict == "undecided"
     assert seeds_needed([0.25, 0.45], [0.705, 0.717], abs(found.difference + 0.005)) >= 3
 
 
-def test_one_seed_or_none_is_no_verdict():
+def test_one_seed_or_none_gives_no_verdict():
     assert compare([0.9], [0.9, 0.91], 0.005).words() == "no verdict (one seed)"
     assert compare([], [0.9, 0.91], 0.005).words() == "no verdict (no run ended)"
     assert compare([0.9], [0.8], 0.005).low is None
 
 
-def test_so_many_seeds_are_enough_and_one_less_is_not():
+def test_the_suggested_seeds_are_enough_and_one_less_is_not():
     one, gap = moved(-0.0034), 0.0016
     needed = seeds_needed(one, NEAR, gap)
     assert needed is not None

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from paceline.board.listing import Listing, Tail
+from paceline.files import finite
 from paceline.report.confined import ConfinedPath
-from paceline.report.page import finite
 from paceline.report.read import read_source
 from paceline.report.series import MOST_ROWS, Columns, number, text, thin
 from paceline.report.summary import headline, sentence

@@ -25,9 +25,8 @@ from typing import IO, cast
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
-from filelock import FileLock
-
 from paceline.errors import DataError
+from paceline.files import lock
 
 Progress = Callable[[int, int | None], None]
 """Called with the bytes received so far and, if the server tells it, the total."""
@@ -56,7 +55,7 @@ def fetch(
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{target}.lock"):
+        with lock(target.with_name(f"{target.name}.lock")):
             if not _is_right(job, target):  # another process may have fetched it while we waited for the lock
                 _download(job, urls, attempts)
     except OSError as error:  # from the disk: network errors have become _FailedError
@@ -166,7 +165,7 @@ def _get(job: _Job, url: str) -> None:
         raise _FailedError(fault)
     with job.part.open("r+b") as file:
         os.fsync(file.fileno())  # before the rename, or a power cut could leave the name without the bytes
-    os.replace(job.part, job.target)
+    os.replace(job.part, job.target)  # not files.replacing: a later call continues a partial download
 
 
 def _transfer(job: _Job, url: str) -> bool:

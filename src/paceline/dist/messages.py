@@ -9,7 +9,6 @@
 The earliest failure that is not just a lost connection caused the others (law 7). Does not import torch.
 """
 
-import json
 import os
 import signal
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from paceline.dist.place import MESSAGES_VARIABLE, read_place
 from paceline.dist.process import signal_name
 from paceline.errors import PacelineError
+from paceline.files import read_json, write_file, write_json
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,8 @@ def write_failure(failure: Failure) -> bool:
     where = launcher_folder()
     if where is None:
         return False
-    path = where / f"{failure.rank}.json"
     try:
-        path.with_suffix(".part").write_text(json.dumps(asdict(failure)))
-        path.with_suffix(".part").replace(path)
+        write_json(where / f"{failure.rank}.json", asdict(failure))
     except OSError:  # a full disk, or the launcher is gone
         return False
     return True
@@ -74,8 +72,7 @@ def send_record_path(path: Path) -> None:
     """Tell the launcher where the record is, so that it can close it if this worker cannot."""
     where = launcher_folder()
     if where is not None:
-        (where / "record.part").write_text(str(path))
-        (where / "record.part").replace(where / "record")
+        write_file(where / "record", str(path))
 
 
 def send_started() -> None:
@@ -97,7 +94,7 @@ def send_finished() -> None:
 
 def read_failures(where: Path) -> list[Failure]:
     """All failures in the folder."""
-    return [Failure(**json.loads(path.read_text())) for path in sorted(where.glob("*.json"))]
+    return [Failure(**read_json(path)) for path in sorted(where.glob("*.json"))]
 
 
 def read_record_path(where: Path) -> Path | None:
@@ -120,8 +117,7 @@ def read_unfinished(where: Path) -> set[int]:
 def ask_to_stop(where: Path, why: str) -> None:
     """Ask the workers to stop after this step."""
     with suppress(OSError):  # a full disk: the launcher ends them when their grace period is over
-        (where / "stop.part").write_text(why)
-        (where / "stop.part").replace(where / "stop")
+        write_file(where / "stop", why)
 
 
 def read_stop(where: Path) -> str:

@@ -1,12 +1,12 @@
 """Fields of records, checked: a record may be cut short, edited or somebody else's, and what is wrong with it is one line."""
 
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import RecordError
+from paceline.errors import RecordError, reason
+from paceline.files import read_json
 from paceline.models import names
 
 _MOST = 1e18  # of seconds, bytes or samples a second: what is above is no measurement
@@ -19,14 +19,9 @@ class Odd(ValueError):
 def load(path: Path) -> dict[str, Any]:
     """The table in a JSON file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecordError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise RecordError(f"{path} is not valid JSON: it was cut short, or is not a record's") from None
-    if not isinstance(found, dict):
-        raise RecordError(f"{path} holds no table: it is not a record's")
-    return found
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise RecordError(f"cannot read {path}: {reason(error)}") from None
 
 
 def table_of(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.files import write_file
 from paceline.plan.cluster import ENDLESS, HERE, Cluster, find_cluster, list_presets
 from paceline.plan.draws import bars, draw
 from paceline.plan.fields import short
@@ -295,7 +296,7 @@ def conclude(plan: Plan) -> list[str]:
 def write_json(plan: Plan, path: Path) -> None:
     """Write everything as JSON."""
     try:
-        path.write_text(json.dumps(as_json(plan), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_file(path, json.dumps(as_json(plan), indent=2, allow_nan=False) + "\n")
     except ValueError:
         raise UsageError(f"cannot write --json {path}: a prediction is no finite number; look at the table for which") from None
     except OSError as error:

@@ -6,7 +6,6 @@ load nothing.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
@@ -17,7 +16,7 @@ from typing import Any
 
 from paceline import __version__
 from paceline.errors import PacelineError, RecordError, UsageError
-from paceline.files import write_file
+from paceline.files import finite, write_file
 from paceline.records import find_record
 from paceline.report.read import STUDY_FILES, find_sources, kind_of, read_source
 from paceline.report.summary import headline
@@ -82,15 +81,6 @@ def embed(value: Any) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text.encode("utf-8", "replace").decode()  # a name that is no text has lone surrogates
-
-
-def finite(value: Any) -> Any:
-    """The value with None for every number that JSON has no word for, at any depth."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): finite(inner) for name, inner in value.items()}
-    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def asset(name: str) -> str:

@@ -4,9 +4,6 @@ Records come from runs that were killed, disks that were full and programs that 
 cannot be read is said in `problems`, and the rest is shown. Nothing here writes, not even a lock file.
 """
 
-import errno
-import fcntl
-import json
 import math
 import os
 from array import array
@@ -16,7 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, reason
+from paceline.files import is_locked, read_json
 from paceline.records import COMPONENTS, unit_of
 from paceline.report.confined import AnyPath
 from paceline.report.ends import read_ends
@@ -39,7 +37,6 @@ _OF_A_RECORD = (
     "landscape.json",
     "course.csv",
 )
-_MOST_BYTES = 200_000_000  # of a JSON file that is read whole
 
 
 def read_source(path: AnyPath) -> dict[str, Any]:
@@ -129,10 +126,9 @@ def is_running(metrics: AnyPath) -> bool:
         if not metrics.is_file():  # opening a pipe would wait for its writer
             return False
         with metrics.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
-    return False
+            return is_locked(file)
+    except OSError:
+        return False
 
 
 def _folder_of(path: AnyPath) -> AnyPath:
@@ -326,27 +322,14 @@ def _read_object(path: AnyPath, problems: list[str], missing: str = "") -> dict[
     if not path.exists():
         problems += [missing] if missing else []
         return {}
-    said = len(problems)
-    found = _read_json(path, problems)
-    if not isinstance(found, dict) and len(problems) == said:
-        problems.append(f"{path.name} holds nothing of ours")
-    return _object(found)
+    return _read_json(path, problems) or {}
 
 
-def _read_json(path: AnyPath, problems: list[str]) -> Any:
+def _read_json(path: AnyPath, problems: list[str]) -> dict[str, Any] | None:
     try:
-        if not path.is_file():  # nor would a pipe ever end
-            problems.append(f"{path.name} is no file")
-            return None
-        if path.stat().st_size > _MOST_BYTES:
-            problems.append(f"{path.name} is larger than {_MOST_BYTES // 1_000_000} MB: it is left out")
-            return None
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = (
-            error.strerror if isinstance(error, OSError) else "empty" if path.stat().st_size == 0 else "not whole, or no JSON"
-        )
-        problems.append(f"{path.name} cannot be read: {reason}")
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} cannot be read: {reason(error)}")
         return None
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.records import COMPONENTS, unit_of
+from paceline.records import COMPONENTS, Status, unit_of
 from paceline.report.series import number, short, text
-from paceline.spread import LEGEND, deviation, mean, median
-from paceline.study.results import GOOD, compare_arm, difference_words, final_values, spread_words
+from paceline.spread import deviation, mean, median
+from paceline.study.results import compare_arm, difference_words, final_values, legend, spread_words
 
 """What a step's time is divided into, in the order it is drawn."""
 
@@ -14,7 +14,7 @@ _MOST_SIDE = 400  # points along one side of a landscape
 
 
 def view_scale(found: Mapping[str, Any], problems: list[str]) -> dict[str, Any] | None:
-    """A scale.json: its counts in order, its links, its advice."""
+    """A scale.json: its counts in order, its links, its verdict."""
     counts = _list(found.get("counts"))
     rows = [row for row in map(_count, counts) if row]
     if not rows:
@@ -27,7 +27,7 @@ def view_scale(found: Mapping[str, Any], problems: list[str]) -> dict[str, Any] 
         "unit": unit_of(found),
         "counts": sorted(rows, key=lambda row: float(row["workers"])),
         "links": [link for link in map(_link, _list(found.get("links"))) if link],
-        "advice": text(found.get("advice")),
+        "verdict": text(found.get("verdict")),
     }
 
 
@@ -37,19 +37,11 @@ def view_study(results: Mapping[str, Any], problems: list[str]) -> dict[str, Any
     reference, margin, target = study["reference"], number(study["margin"]) or 0.0, number(study["target_accuracy"])
     values = final_values(results, reference)
     planned = _planned(study)
-    ended = sum(run["status"] in GOOD or run["status"] == "diverged" for run in results["runs"])
-    lost = [run for run in results["runs"] if run["status"] not in GOOD]
+    ended = sum(Status(run["status"]).final for run in results["runs"])
+    lost = [run for run in results["runs"] if not Status(run["status"]).good]
     problems += [
         f"{text(run['arm'], 80)}, seed {run.get('seed')}: {text(run.get('why') or run['status'], 300)}" for run in lost
     ]
-    words = f"{100 * margin:g} points" if metric == "accuracy" else f"{margin:g}"
-    legend = (
-        f"{text(metric).capitalize()} of the last validation, failed runs left out. Difference [90% interval], margin {words}."
-    )
-    legend += f" {LEGEND[0].upper()}{LEGEND[1:]}."
-    shared = number(results.get("per_device")) or 1
-    if shared > 1:
-        legend += f" Runs shared a device {shared:.0f} at a time, so their times are longer than those of a run by itself."
     return {
         "name": text(study.get("name"), 200),
         "task": text(study.get("task"), 200),
@@ -62,7 +54,7 @@ def view_study(results: Mapping[str, Any], problems: list[str]) -> dict[str, Any
         "arms": [_arm(results, arm, target) for arm in study["arms"]],
         "planned": planned,
         "ended": ended,
-        "legend": legend,
+        "legend": legend(text(metric), margin, int(number(results.get("per_device")) or 1)),
         "note": text(results.get("note")),
     }
 
@@ -132,7 +124,7 @@ def _arm(results: Mapping[str, Any], arm: str, target: float | None) -> dict[str
     facts: Mapping[str, Any] = next((run["contract"] for run in runs if run["contract"]), {})
     found = compare_arm(results, arm)
     is_reference = arm == results["study"]["reference"]
-    good = [run for run in runs if run["status"] in GOOD]
+    good = [run for run in runs if Status(run["status"]).good]
     times = [run["time_to_target_s"] for run in good if run["time_to_target_s"] is not None]
     speeds = [speed for run in good if (speed := number(run.get("samples_per_s")))]
     return {

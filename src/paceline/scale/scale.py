@@ -1,27 +1,28 @@
 """`paceline scale TASK --workers 1,2,4`: images/s at each number of workers, against linear, and where the rest went.
 
-For each number the same command is started as so many workers, which train in windows: some as always, for the speed, and then
-some with every step timed (`training/timing.py`), for the parts. Then all-reduces are timed by themselves. Under
-torchrun, srun or mpirun there is one number of workers, the world's own; runs of one --name go into one record. What was found
-is scale.json in a record of its own. Nothing at the top of this file imports torch.
+For each number N, the same command is started as N workers. They train in windows of steps: first as usual, to measure speed,
+then with every step timed (`training/timing/`), to measure the components of a step's time. Then all-reduces are timed by
+themselves. Under torchrun, srun or mpirun N is the size of the world; runs with the same --name go into the same record. The
+measurements are written to scale.json in a record of their own. Nothing at the top of this file imports torch.
 """
 
-import json
 import os
 import statistics
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from paceline.config import Config, make_config, to_flags
 from paceline.dist.launch import launch
 from paceline.dist.place import core_count, read_place
-from paceline.errors import PacelineError, RecordError, UsageError
-from paceline.files import write_file
+from paceline.errors import PacelineError, RecordError, UsageError, reason
+from paceline.files import read_json, write_json
+from paceline.output import is_terminal
 from paceline.records import environment, name_for
-from paceline.scale.verdict import advise_scale, table
+from paceline.scale.verdict import table, verdict
 from paceline.toml import read_recipe
 
 FILE = "scale.json"
@@ -48,21 +49,42 @@ def scale_verb(given: Mapping[str, Any]) -> int:
     nodes = int(options.get("nodes", 1))
     every = _mode_options(options, how["mode"], max(counts) * nodes, found)
     os.environ.setdefault("OMP_NUM_THREADS", str(_threads(max(counts), found, folder)))
-    for count in counts:
-        print(f"measuring {count * nodes} worker(s) ...", flush=True)
-        try:
-            _measure_there(task, {**every, "workers": count}, how)
-        except KeyboardInterrupt:
-            if count != counts[0]:
-                print(f"what was measured before is in {folder}", flush=True)
-            raise
+    with _bar(counts) as each:
+        for count in each:
+            print(f"measuring {count * nodes} worker{'s' * (count * nodes > 1)} ...", flush=True)
+            try:
+                _measure_there(task, {**every, "workers": count}, how)
+            except KeyboardInterrupt:
+                if count != counts[0]:
+                    print(f"the measurements so far are in {folder}", flush=True)
+                raise
     if int(options.get("node_id", 0)) == 0:
         _show(folder)
     return 0
 
 
+@contextmanager
+def _bar(counts: Sequence[int]) -> Iterator[Iterable[int]]:
+    """The counts to loop over. If stderr is a terminal, a progress bar shows how many are done and the time left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns,
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        refresh_per_second=1,  # rarely: it takes time from the workers that are measured
+        redirect_stdout=is_terminal(sys.stdout),  # lines go above the bar, but a pipe still gets them
+        disable=not is_terminal(sys.stderr),
+    ) as bar:
+        yield bar.track(counts, description="counts measured", update_period=1)
+
+
 def _measure_world(task: str, options: Mapping[str, Any], how: Mapping[str, Any], counts: Sequence[int]) -> int:
-    """The number of workers that somebody has started, of whom this is one."""
+    """Measure in a world that another launcher, or our own, has started. This process is one of its workers."""
     from paceline.scale.windows import measure_here
 
     place = read_place()
@@ -81,14 +103,15 @@ def _measure_world(task: str, options: Mapping[str, Any], how: Mapping[str, Any]
 
 
 def _of_recipe(options: Mapping[str, Any], mode: str) -> dict[str, Any]:
-    """What of a recipe, which is made for training, is of use here."""
+    """The options of a training recipe that apply to scale."""
     without = NOT_FOR_SCALE + (_STEP if mode == "weak" else ())
     return {name: value for name, value in options.items() if name not in without}
 
 
 def _threads(most: int, found: Mapping[str, Any], folder: Path) -> int:
-    """Of every CPU worker of every count: one with all cores to itself would have nothing to scale to. A record that is gone on
-    with keeps those it has.
+    """Threads per CPU worker, the same for every count: one worker that used all cores would leave nothing to scale to.
+
+    A record that is continued keeps its number of threads.
     """
     before = next((int(count["threads"]) for count in found.get("counts", []) if count.get("threads")), None)
     if before is not None and most * before > core_count() and before > 1:
@@ -100,7 +123,7 @@ def _threads(most: int, found: Mapping[str, Any], folder: Path) -> int:
 
 
 def parse_counts(text: str) -> list[int]:
-    """`--workers 1,2,4` as numbers in order; nothing for nothing."""
+    """Parse `--workers 1,2,4` into sorted numbers; an empty list for an empty text."""
     try:
         counts = sorted({int(each) for each in text.split(",")}) if text else []
     except ValueError:
@@ -111,22 +134,24 @@ def parse_counts(text: str) -> list[int]:
 
 
 def _check(options: Mapping[str, Any], how: Mapping[str, Any]) -> None:
-    """What can be wrong before anything is started."""
+    """Check the options before anything is started."""
     for name in NOT_FOR_SCALE:
         if name in options:
-            raise UsageError(f"--{name.replace('_', '-')} is of no use to scale, which trains some windows of steps and stops")
+            raise UsageError(f"--{name.replace('_', '-')} does not apply to scale, which only trains a few windows: remove it")
     if how["mode"] == "weak" and (set(_STEP) & set(options)):
         raise UsageError(
-            "--mode weak gives every worker --reference-batch samples, one part: use that flag, or --mode strong, which keeps"
+            "--mode weak gives each worker one part of --reference-batch samples: use that flag, or --mode strong, which keeps"
             " --global-batch and --virtual-workers the same for every number of workers"
         )
-    if how["windows"] < 3 or not 0.05 <= how["window_s"] <= 600:
-        raise UsageError("--windows must be at least 3, and --window-s between 0.05 and 600 seconds")
+    if how["windows"] < 3:
+        raise UsageError(f"--windows is {how['windows']}: it must be at least 3")
+    if not 0.05 <= how["window_s"] <= 600:
+        raise UsageError(f"--window-s is {how['window_s']:g}: it must be between 0.05 and 600 seconds")
     make_config(dict(options))
 
 
 def _mode_options(options: Mapping[str, Any], mode: str, most: int, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of each count's run; the largest has so many workers, a record that is gone on with its step."""
+    """The options of each count's run. `most` is the largest number of workers; a record that is continued keeps its batch."""
     if mode == "weak":
         return dict(options)
     before = found["counts"][0] if found.get("counts") else {}
@@ -137,7 +162,7 @@ def _mode_options(options: Mapping[str, Any], mode: str, most: int, found: Mappi
 
 
 def _measure_there(task: str, options: Mapping[str, Any], how: Mapping[str, Any]) -> None:
-    """As so many workers, each running this command again."""
+    """Start N workers, each running this command again."""
     where = make_config({name: value for name, value in options.items() if name in _WHERE})
     own = [f"--{name.replace('_', '-')}={value}" for name, value in how.items()]
     outcome = launch(["scale", task, *to_flags(options), *own], where)
@@ -162,19 +187,19 @@ def _folder(task: str, options: Mapping[str, Any]) -> Path:
 
 
 def _check_folder(folder: Path, task: str, mode: str) -> dict[str, Any]:
-    """What an earlier run of this name found; a UsageError where it was of something else."""
+    """The measurements of an earlier run with this name. Raises a UsageError if it measured something else."""
     if not folder.exists():
         return {}
     found: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        found = json.loads((folder / FILE).read_text())
+        found = read_json(folder / FILE)
     if found.get("task") != task or found.get("mode") != mode:
-        raise UsageError(f"{folder} is there, and no {mode} scaling of {task}: choose another --name")
+        raise UsageError(f"{folder} exists and is not a record of {mode} scaling of {task}: choose another --name")
     return found
 
 
 def _check_alike(folder: Path, mode: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Two counts of one record must differ in workers alone: a UsageError says in what else they do."""
+    """Check that two counts of one record differ only in their workers. Raises a UsageError that names another difference."""
     step = ("part_batch",) if mode == "weak" else _STEP
     same = ("model", "parameters", "precision", "reduce", "optimizer", "accumulate", *step)
     pairs = [(name, one["contract"].get(name), other["contract"].get(name)) for name in same]
@@ -182,11 +207,11 @@ def _check_alike(folder: Path, mode: str, one: Mapping[str, Any], other: Mapping
     for name, before, now in pairs:
         if before != now and before is not None:
             what = name.replace("_", " ")
-            raise UsageError(f"{folder} has measured {what} {before}, and this is {now}: choose another --name")
+            raise UsageError(f"{folder} was measured with {what} {before}, but this run has {now}: choose another --name")
 
 
 def _write(folder: Path, task: str, mode: str, measured: Mapping[str, Any]) -> None:
-    """Put a count into the record, in the place of an earlier one of the same workers."""
+    """Put a count into the record; it replaces an earlier one with the same number of workers."""
     found = _check_folder(folder, task, mode)
     counts = [count for count in found.get("counts", []) if count["workers"] != measured["count"]["workers"]]
     for count in counts:
@@ -209,18 +234,18 @@ def _write(folder: Path, task: str, mode: str, measured: Mapping[str, Any]) -> N
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(folder / FILE, json.dumps({**result, "advice": advise_scale(result)}, indent=1) + "\n")
+        write_json(folder / FILE, {**result, "verdict": verdict(result)}, indent=1)
     except OSError as error:
-        raise RecordError(f"cannot write the record in {folder}: {error.strerror}; choose another --runs-dir") from error
+        raise RecordError(f"cannot write the record in {folder}: {reason(error)}; choose another --runs-dir") from error
 
 
 def _show(folder: Path) -> None:
-    result = json.loads((folder / FILE).read_text())
-    print(f"\n{table(result)}\n\n{result['advice']}\nrecord in {folder}; paceline report {folder} shows it", flush=True)
+    result = read_json(folder / FILE)
+    print(f"\n{table(result)}\n\n{result['verdict']}\nrecord in {folder}; see it with: paceline report {folder}", flush=True)
 
 
-def summarise(windows: Sequence[float]) -> dict[str, Any]:
-    """Images/s of some windows: the median, the smallest and the largest, and all of them."""
+def summarize(windows: Sequence[float]) -> dict[str, Any]:
+    """The median, lowest and highest images/s of some windows, and all of them."""
     return {
         "samples_per_s": statistics.median(windows),
         "low": min(windows),

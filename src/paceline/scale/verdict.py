@@ -1,4 +1,4 @@
-"""What `paceline scale` found, as a table and as one sentence of advice. Nothing here imports torch."""
+"""What `paceline scale` measured: as tables, and as a verdict of one sentence. Nothing here imports torch."""
 
 import re
 import statistics
@@ -11,7 +11,7 @@ _GOOD, _WORTH_SAYING, _NOISE = 0.9, 0.15, 0.02
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """One line a number of workers: images/s and against linear; then where a step went."""
+    """One row per number of workers: images/s against linear, then the components of a step's time."""
     unit = f"{result['unit']}/s"
     lines = [
         f"{'workers':>8} {'batch':>7} {unit:>10} {'low to high':>21} {'speed-up':>9} {'of linear':>10}",
@@ -21,62 +21,65 @@ def table(result: Mapping[str, Any]) -> str:
             for count in result["counts"]
         ),
         "",
-        f"{'workers':>8} {'a step, ms':>11}" + "".join(f"{name:>15}" for name in COMPONENTS),
+        f"{'workers':>8} {'step, ms':>11}" + "".join(f"{name:>15}" for name in COMPONENTS),
         *(
             f"{count['workers']:>8} {1e3 * count['step_s']:>11.2f}"
             + "".join(f"{_cell(count['components_s'][name], count['step_s']):>15}" for name in COMPONENTS)
             for count in result["counts"]
         ),
     ]
-    windows = {len(count["windows"]) for count in result["counts"]}
+    windows = "/".join(map(str, sorted({len(count["windows"]) for count in result["counts"]})))
     differ = max(abs(count["step_s"] / _window_s(count) - 1) for count in result["counts"])
-    note = f"{result['mode']} scaling; medians of {'/'.join(map(str, sorted(windows)))} windows; parts are means over workers"
-    note += ", of timed steps" + (f", up to {differ:.0%} longer or shorter than the windows'" if differ >= 0.02 else "")
+    note = f"{result['mode']} scaling; speeds are medians of {windows} windows; step times are means over workers, of separate"
+    note += " timed steps" + (f", up to {differ:.0%} longer or shorter than those of the windows" if differ >= 0.02 else "")
     fewest = result["counts"][0]["workers"]
-    note += f"; linear from {fewest} workers, the fewest measured" if fewest > 1 else ""
+    note += f"; linear is relative to {fewest} workers, the fewest measured" if fewest > 1 else ""
     return "\n".join([*lines, note])
 
 
 def _window_s(count: Mapping[str, Any]) -> float:
-    """A step of the windows that speed is taken from, which are not timed inside."""
+    """The time of a step in the windows that measure speed, in which steps are not timed one by one."""
     return float(count["global_batch"] / count["samples_per_s"])
 
 
-def _cell(part_s: float, step_s: float) -> str:
-    return f"{1e3 * part_s:.2f} ({part_s / step_s:.0%})"
+def _cell(component_s: float, step_s: float) -> str:
+    return f"{1e3 * component_s:.2f} ({component_s / step_s:.0%})"
 
 
-def advise_scale(result: Mapping[str, Any]) -> str:
-    """One sentence: how it scales, what the largest loss is, and what to do about it."""
+def verdict(result: Mapping[str, Any]) -> str:
+    """One sentence: how well it scales, the largest loss, and what to do about it."""
     counts = result["counts"]
     first, last = counts[0], counts[-1]
-    lost = lost_s(first, last)
     if len(counts) == 1:
         share = {name: last["components_s"][name] / last["step_s"] for name in COMPONENTS if name != "compute"}
         worst = max(share, key=lambda name: share[name])
-        head = f"{_workers(last)} make{'s' * (last['workers'] == 1)} {last['samples_per_s']:,.0f} {result['unit']}/s"
+        head = f"{_workers(last)} train{'s' * (last['workers'] == 1)} {last['samples_per_s']:,.0f} {result['unit']}/s"
         if share[worst] < _WORTH_SAYING:
             compute = last["components_s"]["compute"] / last["step_s"]
             return f"{head}, and compute is {compute:.0%} of a step: measure more workers."
         return f"{head}, but {share[worst]:.0%} of a step is {_NAMES[worst]}: {_fix(worst, last, result['mode'])}."
     times = last["speed_up"] / first["workers"]
     head = f"{_workers(last)} are {times:.2f} times as fast as {_workers(first)} ({last['efficiency']:.0%} of linear)"
+    lost = lost_s(first, last)
     worst = max(lost, key=lambda name: lost[name])
     waits = last["components_s"]["input"] / last["step_s"]
     if waits >= _WORTH_SAYING and last["efficiency"] >= _GOOD:
         return f"{head}, but {waits:.0%} of every step is {_NAMES['input']}: {_fix('input', last, result['mode'])}."
     if last["efficiency"] >= _GOOD:
-        return f"{head}: more of them are worth trying."
+        return f"{head}: try more workers."
     if lost[worst] < _NOISE * last["step_s"]:
-        return f"{head}, but no part of a step grew: the machine was busy or the windows short, so measure again (--window-s)."
+        return (
+            f"{head}, but no component of a step grew: the machine was busy or the windows were short, so measure again with a"
+            " longer --window-s."
+        )
     fix = _fix(worst, last, result["mode"])
-    return f"{head}; what is lost is mostly {_NAMES[worst]} ({1e3 * lost[worst]:.1f} ms a step): {fix}."
+    return f"{head}; the largest loss is {_NAMES[worst]} ({1e3 * lost[worst]:.1f} ms per step): {fix}."
 
 
 def lost_s(first: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, float]:
-    """How much longer each part of a step takes than it would if every sample cost a worker what it did with fewest workers.
+    """How much longer each component of a step takes than if a sample cost each worker the same as with the fewest workers.
 
-    Parts are shares of a step as long as the windows found it: timed steps may have had another moment.
+    Components are scaled to the step time of the windows, because the timed steps ran at another moment.
     """
     share = (last["global_batch"] / last["workers"]) / (first["global_batch"] / first["workers"])
     then, now = (_window_s(count) / count["step_s"] for count in (first, last))
@@ -86,17 +89,17 @@ def lost_s(first: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, float
 _NAMES = {
     "input": "waiting for input",
     "compute": "slower compute",
-    "communication": "communication that nothing hides",
+    "communication": "communication that does not overlap with compute",
     "waiting": "waiting for slower workers",
     "optimizer": "the optimizer",
     "other": "time between steps",
 }
 
 
-def _fix(part: str, count: Mapping[str, Any], mode: str) -> str:
-    """What to do about it."""
+def _fix(component: str, count: Mapping[str, Any], mode: str) -> str:
+    """What to do about a component that takes too long."""
     devices = str(count["contract"].get("devices", ""))
-    match part:
+    match component:
         case "input":
             return "use more --loader-workers, make samples cheaper, or keep the data on the device (--loader resident)"
         case "compute" if "CPU" in devices and _crowded(count, devices):
@@ -106,25 +109,25 @@ def _fix(part: str, count: Mapping[str, Any], mode: str) -> str:
         case "compute" if mode == "strong":
             return "smaller parts use the device less well, so give each worker more samples"
         case "compute":
-            return "each device is slower beside the others, so look at its clock and power, and at the cores that feed it"
+            return "each device is slower next to the others, so check its clock and power, and the cores that feed it"
         case "communication":
-            link = ", or the nodes a faster link" if count.get("nodes", 1) > 1 else ""
-            return f"give each worker more samples a step (--reference-batch, with its base lr){link}"
+            link = ", or connect the nodes by a faster link" if count.get("nodes", 1) > 1 else ""
+            return f"give each worker more samples per step (--reference-batch, with its base lr){link}"
         case "waiting" if count["virtual_workers"] % count["workers"]:
             parts, workers = count["virtual_workers"], count["workers"]
             return f"{parts} parts cannot be dealt evenly to {workers} workers, so use a divisor of {parts}"
         case "waiting":
             waits = [worker["components_s"]["waiting"] for worker in count["by_worker"]]
             if min(waits) > 0.5 * statistics.median(waits):
-                return "it is now this one and now that one, so larger steps, or cores of their own, would even it out"
-            return f"worker {waits.index(min(waits))} is the one the others wait for, so look at its machine"
+                return "a different worker is slow in each step, so use larger steps, or give each worker its own cores"
+            return f"the others wait for worker {waits.index(min(waits))}, so check its machine"
         case "optimizer":
-            return "its cost does not shrink with more workers, so larger steps spread it over more samples"
-    return "it is Python between two steps, and paceline train --profile shows when"
+            return "its cost does not shrink with more workers, so spread it over more samples with larger steps"
+    return "this is Python between two steps; paceline train --profile shows when"
 
 
 def _crowded(count: Mapping[str, Any], devices: str) -> bool:
-    """Whether a node's workers have more threads than it has cores."""
+    """Whether a node's workers have more threads than the node has cores."""
     cores = re.search(r"(\d+) cores?", devices)
     threads = count.get("threads") or 1
     return cores is not None and count["workers"] / count.get("nodes", 1) * threads > int(cores[1])

@@ -1,5 +1,7 @@
-"""One world's side of `paceline scale`: train in windows, first for the speed and then with every step timed; then all-reduces
-by themselves. Every worker does the same."""
+"""`paceline scale` in one world: windows of steps to measure speed, windows of timed steps, then all-reduces by themselves.
+
+Everything here is collective: call on every rank.
+"""
 
 import itertools
 import statistics
@@ -18,7 +20,7 @@ from paceline.dist.world import World, world
 from paceline.errors import UsageError
 from paceline.loading import load_rest
 from paceline.records import COMPONENTS
-from paceline.scale.scale import summarise
+from paceline.scale.scale import summarize
 from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.capture.captured import capture
@@ -27,13 +29,13 @@ from paceline.training.loop import make_clock, make_step
 from paceline.training.meter import Meter
 from paceline.training.timing.clock import Split, Timed, split_steps
 
-_WARM_UP = 15  # steps: DDP lays its buckets out anew after the first and measures ten
+_WARM_UP = 15  # steps: DDP rebuilds its buckets after the first and measures ten
 _LINK_BYTES = (4, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
 _LINK_ROUNDS = 15
 
 
 def measure_here(task_name: str, options: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Measure in the world that this process is in; what was found, on rank 0."""
+    """Measure in this process's world; rank 0 returns the measurements."""
     load_rest()
     with world(options.get("backend", "auto"), float(options.get("timeout_s", 600.0))) as here:
         task, config = tasks.resolve(task_name, options)
@@ -43,10 +45,10 @@ def measure_here(task_name: str, options: Mapping[str, Any], how: Mapping[str, A
 
 
 def measure(make: Callable[[bool], Run], how: Mapping[str, Any]) -> dict[str, Any]:
-    """The count and the links of a run, as scale.json has them. Every worker reaches this.
+    """Measure a run's entry in scale.json: its count and its links. Collective: call on every rank.
 
-    `make(profile)` builds it: once as it trains, for the speed, and once more with stamps wherever there can be any and a look
-    at DDP's buckets, for the parts. Both would not fit a device that one fills.
+    `make(profile)` builds the run twice: first as it trains, for the speed; then with every time stamp and DDP's buckets, for
+    the components of a step. The first is closed before the second is built, because a device may not have memory for both.
     """
     with make(False) as run:
         if not run.sampler.full_steps:
@@ -65,11 +67,11 @@ def measure(make: Callable[[bool], Run], how: Mapping[str, Any]) -> dict[str, An
         split, buckets = split_steps(timed, here), _describe_buckets(timed)
         links = _measure_links(here, _gradient_bytes(run)) if here.size > 1 else []
         work.close()
-    return {"count": _describe(run, split, {**summarise(speeds), "buckets": buckets}, links), "links": links}
+    return {"count": _describe(run, split, {**summarize(speeds), "buckets": buckets}, links), "links": links}
 
 
 def _begin(run: Run, how: Mapping[str, Any]) -> tuple["_Work", int]:
-    """The run's steps, warmed up, and how many of them make a window."""
+    """Warm up; returns the run's steps and the number of steps per window. Collective: call on every rank."""
     work = _Work(run)
     work.window(_WARM_UP)
     step_s = work.window(_WARM_UP) / _WARM_UP
@@ -81,7 +83,7 @@ def _ignore(text: str) -> None:
 
 
 class _Work:
-    """Steps to train, one after the other, full ones alone: those of one size."""
+    """An endless series of training steps. Only full steps: all have the same size."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._meter, self._steps = run, Meter(run.world), self._endless()
@@ -93,7 +95,7 @@ class _Work:
         run.model.train()
 
     def window(self, steps: int) -> float:
-        """How long so many steps take, all workers together."""
+        """The time that n steps take on all workers. Collective: call on every rank."""
         self._run.world.barrier()
         begin = time.perf_counter()
         for _ in range(steps):
@@ -103,7 +105,7 @@ class _Work:
         return time.perf_counter() - begin
 
     def timed(self, steps: int) -> list[Timed]:
-        """So many steps, each timed. On a GPU each is waited for, because a graph's stamps last until its next replay."""
+        """Time each of n steps. On a GPU, wait for each: a graph's time stamps are overwritten by its next replay."""
         clock, found = self._clock, []
         self._run.world.barrier()
         clock.switch(True)
@@ -134,9 +136,9 @@ class _Work:
             passes = [(step.number, item) for step in steps for item in step.passes]
             inputs = run.train.inputs([item.samples for _, item in passes], epoch, partial(self._seed, passes))
             for step in steps:
-                # After the schedule's end it starts over: what is measured is speed.
+                # The schedule starts over at its end: only speed matters here.
                 step = replace(step, number=number % run.update.schedule.total_steps)
-                for _ in self._meter.push(number, self._executor(step, inputs)):  # read as in training, which waits for them
+                for _ in self._meter.push(number, self._executor(step, inputs)):  # as training does: it takes time too
                     pass
                 number += 1
                 yield
@@ -170,8 +172,8 @@ def _describe(run: Run, split: Split, about: Mapping[str, Any], links: Sequence[
 
 
 def _describe_worker(rank: int, step_s: float, components_s: Any, memory_bytes: float) -> dict[str, Any]:
-    parts = {name: float(value) for name, value in zip(COMPONENTS, components_s, strict=True)}
-    return {"rank": rank, "step_s": float(step_s), "components_s": parts, "memory_bytes": int(memory_bytes)}
+    named_s = {name: float(value) for name, value in zip(COMPONENTS, components_s, strict=True)}
+    return {"rank": rank, "step_s": float(step_s), "components_s": named_s, "memory_bytes": int(memory_bytes)}
 
 
 def _gradient_bytes(run: Run) -> int:
@@ -179,7 +181,7 @@ def _gradient_bytes(run: Run) -> int:
 
 
 def _describe_buckets(timed: Sequence[Timed]) -> list[dict[str, Any]]:
-    """When DDP has each bucket ready, after the last backward pass began: medians of this worker's steps."""
+    """When each of DDP's buckets is ready, from the start of the last backward pass: medians over this worker's steps."""
     rows = []
     for step in timed:
         spans = [(begin, end) for phase, begin, end in step.spans() if phase == "backward"]
@@ -196,7 +198,7 @@ def _describe_buckets(timed: Sequence[Timed]) -> list[dict[str, Any]]:
 
 
 def _measure_links(here: World, gradient_bytes: int) -> list[dict[str, Any]]:
-    """How long all-reduces of some sizes take with nothing else going on: medians. Every worker reaches this."""
+    """The median time of all-reduces of several sizes with nothing else running. Collective: call on every rank."""
     found = []
     for size in sorted({*_LINK_BYTES, gradient_bytes}):
         tensor, times = torch.zeros(max(1, size // 4), device=here.device), []

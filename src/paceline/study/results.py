@@ -1,6 +1,5 @@
-"""What a study found: its runs as JSON, each arm against the reference, and the table. Nothing here imports torch."""
+"""The results of a study: its runs as JSON, each arm compared with the reference, and the table. Nothing here imports torch."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -8,27 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import RecordError, UsageError
-from paceline.records import read_metrics, read_result
+from paceline.errors import RecordError, UsageError, reason
+from paceline.files import read_json
+from paceline.records import Status, read_metrics, read_result
 from paceline.spread import LEGEND, Comparison, compare, deviation, mean, median
-
-GOOD = ("done", "target reached")
-"""How a run ends that came to its end."""
 
 _FACTS = (
     *("virtual_workers", "global_batch", "reference_batch", "base_lr", "k", "lr_rule", "peak_lr", "optimizer", "schedule"),
     *("warmup", "steps_per_epoch", "precision", "model", "parameters", "devices", "data"),
 )
-"""What of a run's contract goes into the results."""
+"""The fields of a run's contract that are copied into the results."""
 
 
 def read_run(record: Path, state: Mapping[str, Any], target: float | None) -> dict[str, Any]:
-    """A run as the results tell it, from its state and its record."""
+    """A run's entry in the results, from its state and its record."""
     result, rows, about = {}, [], {}
-    if state["status"] != "failed" or (record / "result.json").exists():
+    if state["status"] != Status.FAILED or (record / "result.json").exists():
         with suppress(RecordError, OSError, ValueError):
             result, rows = read_result(record), read_metrics(record)
-            about = json.loads((record / "environment.json").read_text())
+            about = read_json(record / "environment.json")
     epochs = [row for row in rows if row["kind"] == "epoch"]
     reached = [row["time_s"] for row in epochs if target and row.get("val_accuracy", 0) >= target]
     noise = [row["noise_scale"] for row in rows if isinstance(row.get("noise_scale"), int | float)]
@@ -59,7 +56,7 @@ def read_run(record: Path, state: Mapping[str, Any], target: float | None) -> di
 
 
 def make_results(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> dict[str, Any]:
-    """The results of a study: what it is, its runs as `read_run` has them, and what is known `about` the machine."""
+    """The results of a study: its definition, its runs from `read_run`, and facts `about` the machine."""
     accuracy = not any(run["metrics"] for run in runs) or any("accuracy" in run["metrics"] for run in runs)
     return {
         "study": study,
@@ -74,18 +71,17 @@ def make_results(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], ab
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """The results of a study, from its JSON."""
+    """Read the results of a study from its JSON file."""
     try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise UsageError(f"cannot read results {path}: {error.strerror}; has the study been run?") from None
-    except ValueError as error:
-        raise UsageError(f"results {path} are not valid JSON: {error}") from None
+        found = read_json(path)
+    except (OSError, ValueError) as error:
+        hint = "; has the study been run?" if isinstance(error, OSError) else ""
+        raise UsageError(f"cannot read results {path}: {reason(error)}{hint}") from None
     return check_results(found, str(path))
 
 
 def check_results(found: Any, path: str) -> dict[str, Any]:
-    """What was read from `path`, if it is a study's results."""
+    """What was read from `path`, if it holds the results of a study."""
     try:
         known = {"arms", "reference", "margin", "target_accuracy"} <= found["study"].keys() and found["metric"] in (
             "accuracy",
@@ -97,14 +93,14 @@ def check_results(found: Any, path: str) -> dict[str, Any]:
     except (TypeError, KeyError, AttributeError):
         known = False
     if not known:
-        raise UsageError(f"{path} holds no results of a study")
+        raise UsageError(f"{path} does not hold the results of a study: give the study.json or --out file that a study wrote")
     return dict(found)
 
 
 def compare_arm(results: Mapping[str, Any], arm: str) -> Comparison:
-    """An arm's final values against the reference's (see `spread.compare`), with what failed taken into account:
+    """Compare an arm's final values with the reference's (see `spread.compare`), taking failed runs into account:
 
-    an arm of which a run diverged is worse; one of which a run failed otherwise, or whose reference lost a run, has no verdict.
+    an arm with a diverged run is worse; there is no verdict if one of its runs failed otherwise, or one of the reference's did.
     """
     study, metric = results["study"], results["metric"]
     reference = study["reference"]
@@ -114,7 +110,7 @@ def compare_arm(results: Mapping[str, Any], arm: str) -> Comparison:
     lost, lost_there = (_lost(results, name) for name in (arm, reference))
     if lost_there:
         return replace(found, verdict="no verdict", why=f"{len(lost_there)} of the reference's runs failed")
-    diverged = lost.count("diverged")
+    diverged = lost.count(Status.DIVERGED)
     if diverged:
         return replace(found, verdict="worse", why=f"{diverged} of {_count(results, arm)} diverged")
     if lost:
@@ -123,14 +119,14 @@ def compare_arm(results: Mapping[str, Any], arm: str) -> Comparison:
 
 
 def final_values(results: Mapping[str, Any], arm: str) -> list[float]:
-    """The last validation's metric of the arm's runs that came to their end."""
+    """The metric of the last validation of each of the arm's finished runs."""
     metric = results["metric"]
-    good = [run for run in results["runs"] if run["arm"] == arm and run["status"] in GOOD]
+    good = [run for run in results["runs"] if run["arm"] == arm and Status(run["status"]).good]
     return [run["metrics"][metric] for run in good if metric in run["metrics"]]
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """The results as a table in Markdown, and what its words mean."""
+    """The results as a Markdown table, with a legend."""
     study, metric = results["study"], results["metric"]
     reference, target = study["reference"], study["target_accuracy"]
     heads = ["arm", "global batch", "V", "peak lr", f"{metric}, mean ± sd (n)", "failed"]
@@ -144,22 +140,25 @@ def table(results: Mapping[str, Any]) -> str:
         cells = [_plain(arm), _number(facts.get("global_batch"), ","), _number(facts.get("virtual_workers"), "")]
         cells += [_number(facts.get("peak_lr"), ".4g"), spread_words(values), str(len(_lost(results, arm)))]
         if target:
-            good = [run for run in runs if run["status"] in GOOD]
-            times = [run["time_to_target_s"] for run in good if run["time_to_target_s"] is not None]
+            times = [run["time_to_target_s"] for run in runs if Status(run["status"]).good]
+            times = [time for time in times if time is not None]
             cells.append(f"{f'{median(times):.3g} s' if times else '-'} ({len(times)} of {len(runs)})")
         cells.append("-" if arm == reference else difference_words(compare_arm(results, arm), metric))
         lines.append(f"| {' | '.join(cells)} |")
-    margin = f"{100 * study['margin']:g} points" if metric == "accuracy" else f"{study['margin']:g}"
-    about = f"{metric.capitalize()} of the last validation, failed runs left out. Difference [90% interval], margin {margin}."
-    legend = f"{about} {LEGEND[0].upper()}{LEGEND[1:]}."
-    shared = results.get("per_device", 1)  # results from before it was written down have none
-    if shared > 1:
-        legend += f" Runs shared a device {shared} at a time, so their times are longer than those of a run by itself."
-    return "\n".join([*lines, "", legend]) + "\n"
+    shared = results.get("per_device", 1)  # older results do not have it
+    return "\n".join([*lines, "", legend(metric, study["margin"], shared)]) + "\n"
+
+
+def legend(metric: str, margin: float, shared: int) -> str:
+    """What the table's columns and verdicts mean; `shared` runs trained on a device at the same time."""
+    words = f"{100 * margin:g} points" if metric == "accuracy" else f"{margin:g}"
+    about = f"{metric.capitalize()} of the last validation, without failed runs. Difference [90% interval], margin {words}."
+    longer = f" {shared} runs shared each device, so their times are longer than those of a single run." if shared > 1 else ""
+    return f"{about} {LEGEND[0].upper()}{LEGEND[1:]}.{longer}"
 
 
 def spread_words(values: Sequence[float], n: str = "") -> str:
-    """`0.9412 ± 0.0011 (3)`; `n` goes before the count."""
+    """`0.9412 ± 0.0011 (3)`; `n` is text to put before the count."""
     if not values:
         return f"- ({n}0)"
     spread = f" ± {deviation(values):.4f}" if len(values) > 1 else ""
@@ -167,7 +166,7 @@ def spread_words(values: Sequence[float], n: str = "") -> str:
 
 
 def difference_words(found: Comparison, metric: str, joint: str = ": ") -> str:
-    """`-0.12 points [-0.31, +0.07]: equal`; a loss is not in points."""
+    """`-0.12 points [-0.31, +0.07]: equal`; a loss has no unit."""
     if found.difference is None:
         return found.words()
     scale, unit, digits = (100, " points", 2) if metric == "accuracy" else (1, "", 4)
@@ -178,8 +177,8 @@ def difference_words(found: Comparison, metric: str, joint: str = ": ") -> str:
 
 
 def _lost(results: Mapping[str, Any], arm: str) -> list[str]:
-    """How the arm's runs ended that did not come to their end."""
-    return [run["status"] for run in results["runs"] if run["arm"] == arm and run["status"] not in GOOD]
+    """The statuses of the arm's runs that did not finish."""
+    return [run["status"] for run in results["runs"] if run["arm"] == arm and not Status(run["status"]).good]
 
 
 def _count(results: Mapping[str, Any], arm: str) -> int:
@@ -187,7 +186,7 @@ def _count(results: Mapping[str, Any], arm: str) -> int:
 
 
 def _plain(name: str) -> str:
-    """A name from outside as text in a cell."""
+    """A name from a file, as text for a cell."""
     return "".join(c if c.isprintable() else "?" for c in name).replace("|", "\\|")
 
 

@@ -1,32 +1,25 @@
-"""One run of a study: who may do it, doing it, and how it ended.
+"""One run of a study: claim it, train it, and save its state.
 
-A run called NAME has its record in NAME/, what it printed in NAME.log, and in NAME.run.json its state: its options and how it
-ended. It is claimed by a lock that ends with its process. Nothing at the top of this file imports torch.
+The run NAME has its record in NAME/, its output in NAME.log, and its state in NAME.run.json: its options, status and the reason
+for that. A process claims a run with a lock that ends with the process. Nothing at the top of this file imports torch.
 """
 
-import fcntl
 import gc
-import json
-import math
 import os
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.config import Config, flag
 from paceline.dist.messages import headline
-from paceline.errors import DataError, PacelineError, RecordError, Stopped, UsageError
-from paceline.files import write_file
-from paceline.records import read_result
-from paceline.study.results import GOOD
-
-ENDED = (*GOOD, "diverged")
-"""How a run can end that would end so again."""
+from paceline.errors import DataError, PacelineError, RecordError, Stopped, UsageError, reason
+from paceline.files import lock, read_json, write_json
+from paceline.records import Status, read_result
 
 NOT_ITS_OWN = ("seed", "name", "runs_dir", "resume", "nodes", "node_id", "rendezvous")
 """Options that are the study's to give, not an arm's."""
@@ -37,37 +30,37 @@ _INDIFFERENT = (
 )
 """Options that may change without a run having to be done anew."""
 
-_TRIES = 2  # of a run whose process dies
+_TRIES = 2  # for a run that kills its process
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A run that is to be."""
+class RunSpec:
+    """A run of a study, by its arm and seed."""
 
     arm: str
     seed: int
     name: str
     task: str
     options: Mapping[str, Any]
-    """As given; the task's own defaults are below them."""
+    """As given: the task's own defaults apply to the rest."""
     resolved: Mapping[str, Any]
-    """Every field of the Config they come to: what a run's options are compared by."""
+    """Every field of the resulting Config. Comparing these shows whether a run's options have changed."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a study, as each of its runs knows it."""
+    """One invocation of `paceline study`."""
 
     folder: Path
     id: str
     per_device: int = 1
-    """How many of its runs share a device at once."""
+    """How many of its runs share a device at the same time."""
 
 
-def perform(call: Call, run: Planned) -> None:
-    """One run, claimed. How it ended is in its state; raises only what ends the study: a mistake, or a wish to stop."""
+def perform(call: Call, run: RunSpec) -> None:
+    """Train a claimed run and save its state. Raises only what ends the study: a user's mistake, or a request to stop."""
     state = read_state(call, run)
-    again = state.get("call") == call.id and state.get("status") == "running"  # the process that had it has died
+    again = state.get("call") == call.id and state.get("status") == Status.RUNNING  # its process has died
     tries = int(state.get("tries", 0)) + 1 if again else 1
     note = "" if again else _make_way(call, run, state)
     about = {"arm": run.arm, "seed": run.seed, "task": run.task, "options": run.resolved, "per_device": call.per_device}
@@ -76,39 +69,41 @@ def perform(call: Call, run: Planned) -> None:
     def write(status: str, why: str = "") -> None:
         wall_s = round(time.time() - begin, 3)
         ended = {"status": status, "why": why, "note": note, "call": call.id, "tries": tries, "begin": begin, "wall_s": wall_s}
-        write_json(_state_path(call, run), {**about, **ended})
+        with explained(call.folder):
+            write_json(_state_path(call, run), {**about, **ended}, indent=1)
 
     if tries > _TRIES:
-        write("failed", f"its process died {_TRIES} times")
+        write(Status.FAILED, f"its process died {_TRIES} times")
         return
-    write("running")
+    write(Status.RUNNING)
     try:
         with _quiet(call.folder / f"{run.name}.log"):
             _train(call, run)
         status = read_result(call.folder / run.name)["status"]
     except (KeyboardInterrupt, Stopped) as error:
-        write("interrupted", str(error) or "Ctrl-C")
+        write(Status.INTERRUPTED, str(error) or "Ctrl-C")
         raise
     except Exception as error:
         code = getattr(error, "exit_code", 1) if isinstance(error, PacelineError) else 1
         why = str(error).partition("\n")[0] if isinstance(error, PacelineError) else headline(error)
         if code == UsageError.exit_code or isinstance(error, DataError):
             why = f"arm {run.arm!r}, seed {run.seed}: {why}"
-            write("refused", why)
+            write(Status.REFUSED, why)
             raise (DataError(why) if isinstance(error, DataError) else UsageError(why)) from None
         with (call.folder / f"{run.name}.log").open("a", encoding="utf-8") as log:
             traceback.print_exc(file=log)
-        write("diverged" if code == 3 else "failed", why)
+        write(Status.DIVERGED if code == 3 else Status.FAILED, why)
         if "CUDA error" in why and "out of memory" not in why:  # no later run of this process could use the device
-            raise PacelineError(f"arm {run.arm!r}, seed {run.seed}: {why}; the same command goes on with the others") from None
+            then = "run the same command again to continue with the others"
+            raise PacelineError(f"arm {run.arm!r}, seed {run.seed}: {why}; {then}") from None
     else:
-        write(status)  # not in the block above: a signal that comes now must not turn it into "interrupted"
+        write(status)  # not in the try block: a signal that arrives now must not turn it into "interrupted"
     finally:
         _tidy()
 
 
-def _train(call: Call, run: Planned) -> None:
-    """From the record's last checkpoint where there is one; anew where that cannot be."""
+def _train(call: Call, run: RunSpec) -> None:
+    """Train from the record's last checkpoint, or from the start if there is none that can be used."""
     from paceline.training.checkpoint.keeper import REFUSED
     from paceline.training.run import train
 
@@ -120,7 +115,7 @@ def _train(call: Call, run: Planned) -> None:
         except PacelineError as error:
             if not str(error).startswith(REFUSED):
                 raise
-            print(f"{error}; it starts anew")
+            print(f"{error}; starting over")
         else:
             return
     if record.exists():
@@ -128,16 +123,16 @@ def _train(call: Call, run: Planned) -> None:
     train(run.task, **options)
 
 
-def _make_way(call: Call, run: Planned, state: Mapping[str, Any]) -> str:
-    """Move a record aside that is not this run's any more; says so."""
+def _make_way(call: Call, run: RunSpec, state: Mapping[str, Any]) -> str:
+    """Move away a record that this run cannot continue; returns a note about it, or ""."""
     record = call.folder / run.name
     if not record.exists():
         return ""
     differ = changed(state, run)
-    if not differ and state.get("status") not in ENDED:
+    if not differ and not Status(state.get("status", "")).final:
         return ""
     why = f"its options changed ({'; '.join(differ)})" if differ else "its record was incomplete"
-    return f"{why}: done anew; the old record is in {_move_aside(record)}"
+    return f"run again because {why}; the old record is in {_move_aside(record)}"
 
 
 def _move_aside(record: Path) -> Path:
@@ -149,8 +144,8 @@ def _move_aside(record: Path) -> Path:
     raise RecordError(f"{record.parent} holds 10,000 old records of {record.name}")
 
 
-def changed(state: Mapping[str, Any], run: Planned) -> list[str]:
-    """What of a run's options is not as it was."""
+def changed(state: Mapping[str, Any], run: RunSpec) -> list[str]:
+    """The options that differ from those in a run's saved state, in words."""
     old = {**vars(Config()), **state.get("options", {})}
     differ = [
         f"{flag(name)} was {old.get(name)}, is {value}"
@@ -161,67 +156,45 @@ def changed(state: Mapping[str, Any], run: Planned) -> list[str]:
     return differ if task == run.task else [f"the task was {task}", *differ]
 
 
-def settled(call: Call, run: Planned) -> bool:
-    """Whether there is nothing to do: it came to its end, or failed in this very call."""
+def settled(call: Call, run: RunSpec) -> bool:
+    """Whether there is nothing left to do: the run finished or diverged, or failed in this call."""
     state = read_state(call, run)
     if not state or changed(state, run):
         return False
-    if state["status"] in ENDED:
+    status = Status(state["status"])
+    if status.final:
         return (call.folder / run.name / "result.json").exists()
-    return state["status"] == "failed" and state.get("call") == call.id
+    return status is Status.FAILED and state.get("call") == call.id
 
 
-@contextmanager
-def claim(call: Call, run: Planned) -> Iterator[bool]:
-    """Whether this run is ours alone, while the block lasts or until this process ends."""
-    with (call.folder / ".claims" / run.name).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+def claim(call: Call, run: RunSpec) -> AbstractContextManager[bool]:
+    """Claim this run for the block, or until this process dies; gives False if another process has it."""
+    return lock(call.folder / ".claims" / run.name, wait=False)
 
 
-def _state_path(call: Call, run: Planned) -> Path:
+def _state_path(call: Call, run: RunSpec) -> Path:
     return call.folder / f"{run.name}.run.json"
 
 
-def read_state(call: Call, run: Planned) -> dict[str, Any]:
-    """How far it is, or how it ended; empty where nobody has begun it."""
-    try:
-        state: dict[str, Any] = json.loads(_state_path(call, run).read_text())
-    except (OSError, ValueError):
-        return {}
-    return state
-
-
-def write_json(path: Path, value: Any, option: str = "--runs-dir") -> None:
-    """Whole or not at all, and without NaN, which JSON does not have."""
-    with explained(path.parent, option):
-        write_file(path, json.dumps(_plain(value), indent=1, allow_nan=False) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def read_state(call: Call, run: RunSpec) -> dict[str, Any]:
+    """The saved state of a run; empty if no process has started it."""
+    with suppress(OSError, ValueError):
+        return read_json(_state_path(call, run))
+    return {}
 
 
 @contextmanager
 def explained(folder: Path, option: str = "--runs-dir") -> Iterator[None]:
-    """A disk's refusal as one line; `option` is what says where the folder is."""
+    """Turn an OSError into a one-line RecordError; `option` is the flag that chose the folder."""
     try:
         yield
     except OSError as error:
-        raise RecordError(f"cannot write the study in {folder}: {error.strerror or error}; choose another {option}") from None
+        raise RecordError(f"cannot write the study in {folder}: {reason(error)}; choose another {option}") from None
 
 
 @contextmanager
 def _quiet(log: Path) -> Iterator[None]:
-    """What a run prints, and what its workers print, goes to a file."""
+    """Send what a run and its workers print to a file."""
     sys.stdout.flush()
     with log.open("a", encoding="utf-8", buffering=1) as file:
         kept = os.dup(1)
@@ -235,14 +208,14 @@ def _quiet(log: Path) -> Iterator[None]:
 
 
 def _tidy() -> None:
-    """What a run leaves in this process must not reach the next: its memory, and the compiler's count of its versions.
+    """Free what a run leaves in this process: its memory, and the compiler's count of recompilations.
 
-    `torch._dynamo.reset()` would do the latter, and make every run compile anew: 25 s instead of 1.
+    `torch._dynamo.reset()` would reset that count, but make every run compile from scratch: 25 s instead of 1.
     """
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and "torch._dynamo" in sys.modules:
         limits = torch._dynamo.config
-        limits.recompile_limit = limits.accumulated_recompile_limit = 1 << 20  # of 8: it would then compile no more
+        limits.recompile_limit = limits.accumulated_recompile_limit = 1 << 20  # at the default of 8 it would stop compiling
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -1,19 +1,19 @@
-"""`paceline study`: arms x seeds, each an ordinary run with a record of its own, and a table that says who ended where.
+"""`paceline study`: train every arm with every seed, each as an ordinary run with its own record, and compare the arms.
 
     task = "fashion-mnist"
     seeds = 3                     # 0, 1, 2; or a list
     reference = "nesterov 128"    # the arm that the others are compared with (default: the first)
-    margin = 0.005                # of accuracy (or loss, where a task reports no accuracy): what counts as equal
+    margin = 0.005                # the difference in accuracy (or loss, if the task reports no accuracy) that counts as equal
     target_accuracy = 0.94        # for "time to target"; no run stops there
     about = "one sentence"
     [options]                     # Config's fields, for all arms
     epochs = 10
-    [arms."nesterov 128"]         # of this arm; `recipe` names a base below them, `about` is a sentence
+    [arms."nesterov 128"]         # options of this arm; `recipe` names a recipe to start from, `about` is a sentence
     [arms."lars 8192"]
     recipe = "batch-8192"
 
-This file has the definition and the plan; `slots.py` and `runs.py` do the runs, `results.py` has the table. Nothing at the top
-of it imports torch: a table is there at once.
+This file reads the definition and lists the runs; `slots.py` and `runs.py` train them, `results.py` makes the table. Nothing at
+the top of it imports torch, so `--table` is fast.
 """
 
 import math
@@ -28,7 +28,7 @@ from paceline.config import Config, check_options, merge_options
 from paceline.dist.place import read_place
 from paceline.errors import UsageError, unknown
 from paceline.study.results import read_results, table
-from paceline.study.runs import NOT_ITS_OWN, Planned
+from paceline.study.runs import NOT_ITS_OWN, RunSpec
 from paceline.study.slots import do_runs, work_as_slot
 from paceline.toml import read_recipe, read_toml
 
@@ -43,18 +43,18 @@ class Arm:
 
     @property
     def slug(self) -> str:
-        """The name as a part of a file's name."""
+        """The name, for use in a file name."""
         return re.sub(r"[^a-z0-9.]+", "-", self.name.lower()).strip("-.")[:80]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Arms and seeds of one task."""
+    """The arms and seeds to train on one task."""
 
     name: str
-    """Of its folder."""
+    """The name of its folder."""
     source: str
-    """What errors call it: its file."""
+    """Its name in error messages: the file it came from."""
     task: str
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -67,7 +67,7 @@ class Study:
         object.__setattr__(self, "reference", self.reference or self.arms[0].name)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the results."""
+        """The definition, as the results hold it."""
         arms = {arm.name: {"about": arm.about, "options": dict(arm.options)} for arm in self.arms}
         return {**asdict(self), "arms": arms, "seeds": list(self.seeds)}
 
@@ -105,18 +105,18 @@ def study_verb(
 
 
 def run_study(study: Study, runs_dir: Path, *, per_device: int = 1, only: Sequence[str] = (), out: str = "") -> dict[str, Any]:
-    """Do what is not done yet, of these arms alone if some are named; returns the results, which are in `out`, too."""
+    """Train the runs that are not done yet, of the arms in `only` if given. Returns the results and writes them to `out`."""
     place = read_place()
     if place.launcher != "alone":
         raise UsageError(f"a study starts its own runs: start it by itself, not with {place.launcher}")
     if per_device < 1:
         raise UsageError(f"--per-device is {per_device}: it must be at least 1")
     folder = runs_dir / study.name
-    return do_runs(study.as_dict(), plan_runs(study), folder, only=only, per_device=per_device, out=out)
+    return do_runs(study.as_dict(), list_runs(study), folder, only=only, per_device=per_device, out=out)
 
 
 def read_study(path: Path, *, seeds: str = "", settings: Sequence[str] = ()) -> Study:
-    """The study in a TOML file; a UsageError of one line for whatever is wrong with it. Runs nothing, imports no torch."""
+    """Read a study from a TOML file. Raises a one-line UsageError for any mistake in it. Trains nothing, imports no torch."""
     found = read_toml(path, f"study {path}")
     given = parse_settings(settings)
     with _naming(f"study {path}"):
@@ -139,7 +139,7 @@ def read_study(path: Path, *, seeds: str = "", settings: Sequence[str] = ()) -> 
 
 
 def check_arms(arms: Sequence[Arm]) -> None:
-    """Every arm has a folder of its own."""
+    """Check that each arm's name gives it a folder of its own."""
     slugs: dict[str, str] = {}
     for arm in arms:
         if not arm.slug:
@@ -150,7 +150,7 @@ def check_arms(arms: Sequence[Arm]) -> None:
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """`3` is 0, 1, 2; `0,5,7` are these; `3,` is 3 alone."""
+    """`3` means 0, 1, 2; `0,5,7` means these seeds; `3,` means only seed 3."""
     try:
         return _seeds([int(each) for each in text.removesuffix(",").split(",")] if "," in text else int(text))
     except ValueError:
@@ -158,7 +158,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """`--set key=value` as options."""
+    """Parse `--set key=value` flags into options."""
     options: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -172,21 +172,21 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def read_base(recipe: str) -> dict[str, Any]:
-    """A recipe's options, without those that are not an arm's: a record's config.toml holds these, too."""
+    """A recipe's options, without those that an arm may not set (a record's config.toml holds all options)."""
     return {name: value for name, value in read_recipe(recipe).items() if name not in NOT_ITS_OWN}
 
 
 def is_built_in(task: str) -> bool:
-    """Whether it is one of ours, by name, and no file or module of the user's."""
+    """Whether this is the name of a built-in task, not a user's file or module."""
     return ".py" not in task and ":" not in task
 
 
 def shrink(study: Study) -> Study:
-    """A rehearsal of the study itself, in a minute on a CPU: every arm's options are used once, and nothing is learned from it.
+    """A tiny version of a study that checks in a minute on a CPU that every arm's options work. Its results mean nothing.
 
-    One seed, 3 steps as one epoch of the mini data (as far as its 6,000 images go), a small conv net. All batches are divided
-    by 32, so k stays; a part has 4 samples at least, so V stays, too. A task of the user's own keeps its data and model, and
-    makes 3 steps.
+    One seed, one epoch of 3 steps of the mini data (limited to its 6,000 images), a small conv net. All batches are divided by
+    32, so k stays the same; a part has at least 4 samples, so V stays the same too. A user's own task keeps its data and model
+    and makes 3 steps.
     """
     own = not is_built_in(study.task)
     arms = []
@@ -207,8 +207,8 @@ def shrink(study: Study) -> Study:
     return replace(study, name=f"{study.name}-mini", task=task, seeds=study.seeds[:1], arms=tuple(arms))
 
 
-def plan_runs(study: Study) -> list[Planned]:
-    """All runs, seed by seed, so that a study cut short has all arms. What is wrong with an arm shows here, before any run."""
+def list_runs(study: Study) -> list[RunSpec]:
+    """All runs, seed by seed, so that a study that is cut short has all arms. Checks each arm's options first."""
     from paceline.core.sampler import check_divides
     from paceline.training import tasks
     from paceline.training.contract import check_comparable, check_parts
@@ -225,7 +225,7 @@ def plan_runs(study: Study) -> list[Planned]:
             check_comparable(config, parts)
             resolved[arm.name] = vars(config)
     return [
-        Planned(arm.name, seed, f"{arm.slug}-seed{seed}", study.task, dict(arm.options), {**resolved[arm.name], "seed": seed})
+        RunSpec(arm.name, seed, f"{arm.slug}-seed{seed}", study.task, dict(arm.options), {**resolved[arm.name], "seed": seed})
         for seed in study.seeds
         for arm in study.arms
     ]
@@ -250,7 +250,7 @@ _KEYS: dict[str, tuple[Any, str]] = {
     "margin": ((int, float), "a positive number, such as 0.005"),
     "target_accuracy": ((int, float), "a number between 0 and 1"),
 }
-"""A study's keys: of what type each is, and what it must be."""
+"""The keys of a study file: the type of each, and a description for error messages."""
 
 
 def _check_keys(found: Mapping[str, Any]) -> None:
@@ -284,10 +284,10 @@ def _read_arm(path: Path, name: str, common: Mapping[str, Any], arm: Any, given:
 
 
 def _own(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that an arm may set, with values that fit."""
+    """Check options that an arm sets: both names and values."""
     for key in options:
         if key in NOT_ITS_OWN:
-            raise UsageError(f"{key} is the study's to give, not an arm's" + (": use seeds" if key == "seed" else ""))
+            raise UsageError(f"{key} cannot be set here: the study sets it" + ("; use seeds" if key == "seed" else ""))
     return check_options(options)
 
 
@@ -303,7 +303,7 @@ def _seeds(given: Any) -> tuple[int, ...]:
 
 
 def _beside(path: Path, name: str) -> str:
-    """A file that a study names lies where the command runs, or beside the study."""
+    """Find a file that a study names: in the working folder, or next to the study file."""
     beside = path.parent / name
     return str(beside) if not Path(name).exists() and beside.is_file() else name
 

@@ -25,7 +25,7 @@ from paceline.config import Config
 from paceline.dist.process import signal_name
 from paceline.dist.world import World
 from paceline.errors import UsageError
-from paceline.files import write_file
+from paceline.files import read_json, write_json
 
 _CLEARLY_FASTER = 0.9
 TRIAL_THREADS = 1
@@ -204,7 +204,7 @@ def _cache_folder() -> Path:
 def _read_cache(name: str) -> Trial | None:
     """What an earlier process found, or None: a damaged or foreign file is no error."""
     try:
-        found = json.loads((_cache_folder() / f"{name}.json").read_text())
+        found = read_json(_cache_folder() / f"{name}.json")
         ratio, crash = found["ratio"], found["crash"]
     except (OSError, ValueError, LookupError, TypeError, RuntimeError):  # RuntimeError: there is no home folder
         return None
@@ -218,7 +218,7 @@ def _write_cache(name: str, content: dict[str, Any]) -> None:
     with suppress(OSError, RuntimeError):
         folder = _cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(folder / f"{name}.json", json.dumps(content, indent=1))
+        write_json(folder / f"{name}.json", content)
 
 
 # No core file, not even through a pipe to a crash handler (PR_SET_DUMPABLE); and it ends itself should its parent be killed.

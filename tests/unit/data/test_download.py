@@ -364,7 +364,7 @@ def test_two_processes_download_once(server, target):
 def test_a_process_that_waited_for_the_lock_finds_the_file(server, target):
     target.parent.mkdir()
     waiting = threading.Thread(target=fetch, args=([server.url("ok")], target, SHA256))
-    with download.FileLock(f"{target}.lock"):
+    with download.lock(target.with_name(f"{target.name}.lock")):
         waiting.start()
         target.write_bytes(ARCHIVE)
     waiting.join(20)

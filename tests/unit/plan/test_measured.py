@@ -83,7 +83,7 @@ def test_a_training_record_will_do_and_says_what_it_assumes(make_training: Make)
         (lambda f: (f / "metrics.jsonl").write_text(""), "no health rows): measure with paceline scale"),
         (lambda f: (f / "metrics.jsonl").write_text('{"no": 1}\n'), "no health rows): measure with paceline scale"),
         (lambda f: (f / "environment.json").write_text('{"contract": nul'), "is not valid JSON"),
-        (lambda f: (f / "environment.json").write_text("[]"), "holds no table"),
+        (lambda f: (f / "environment.json").write_text("[]"), "it does not hold a JSON object"),
         (lambda f: (f / "environment.json").unlink(), "cannot read"),
         (lambda f: (f / "environment.json").write_text("{}"), "paceline scale TASK --workers 1,2"),
         (lambda f: (f / "scale.json").write_text('{"task": "mine"}'), "(no 'counts'): measure again with paceline scale mine"),

@@ -106,7 +106,7 @@ def test_a_name_that_is_not_there_is_one_line_with_the_nearest(runs: Path) -> No
         find_record("dmeo", "runs")
     with pytest.raises(UsageError, match="the newest there: demo"):
         find_record("zzzzzz", "runs")
-    with pytest.raises(UsageError, match="holds none"):
+    with pytest.raises(UsageError, match="has no records"):
         find_record("", "nowhere")
 
 

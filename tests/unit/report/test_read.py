@@ -189,7 +189,7 @@ def test_a_summary_reads_only_the_end_of_a_long_file(demo: Path, monkeypatch: py
     with (demo / "metrics.jsonl").open("ab") as file:
         file.write(b'{"kind": "step", "step": 9}\n' * 50_000)
     read = []
-    monkeypatch.setattr("paceline.report.read.json.loads", lambda text: read.append(len(text)) or {})
+    monkeypatch.setattr("paceline.files.json.loads", lambda text: read.append(len(text)) or {})
     read_summary(demo)
     assert sum(read) < 20_000
 

@@ -1,4 +1,4 @@
-"""The sentence at the end of `paceline scale`: it names the part that grew."""
+"""The verdict at the end of `paceline scale`: it names the component of a step's time that grew."""
 
 import re
 from pathlib import Path
@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
+from paceline.records import COMPONENTS
 from paceline.scale import scale
 from paceline.scale.scale import parse_counts
-from paceline.scale.verdict import PARTS, advise_scale, lost_s, table
+from paceline.scale.verdict import lost_s, table, verdict
 
 
 def _count(workers: int, speed: float, devices: str = "4 x GPU", parts: int = 0, **components_s: float) -> dict[str, Any]:
-    """Its windows went at the speed of its timed steps; `speed` is against one worker."""
-    found = {**dict.fromkeys(PARTS, 0.0), "compute": 0.010, **components_s}
+    """A count with windows as fast as its timed steps; `speed` is the speed-up over one worker."""
+    found = {**dict.fromkeys(COMPONENTS, 0.0), "compute": 0.010, **components_s}
     step_s = sum(found.values())
     waits = [{"components_s": {"waiting": 0.0 if rank == workers - 1 else 0.004}} for rank in range(workers)]
     return {
@@ -34,59 +35,59 @@ def _count(workers: int, speed: float, devices: str = "4 x GPU", parts: int = 0,
     }
 
 
-def _advice(*counts: dict[str, Any], mode: str = "weak") -> str:
-    return advise_scale({"unit": "images", "mode": mode, "counts": list(counts)})
+def _verdict(*counts: dict[str, Any], mode: str = "weak") -> str:
+    return verdict({"unit": "images", "mode": mode, "counts": list(counts)})
 
 
 @pytest.mark.parametrize(
     ("last", "says"),
     [
-        (_count(4, 3.9), "4 workers are 3.90 times as fast as 1 worker (98% of linear): more of them are worth trying."),
+        (_count(4, 3.9), "4 workers are 3.90 times as fast as 1 worker (98% of linear): try more workers."),
         (
             _count(4, 2.0, communication=0.009),
-            "communication that nothing hides (9.0 ms a step): give each worker",
+            "communication that does not overlap with compute (9.0 ms per step): give each worker",
         ),
-        (_count(4, 2.0, input=0.009), "waiting for input (9.0 ms a step): use more --loader-workers"),
-        (_count(4, 2.0, waiting=0.003), "waiting for slower workers (3.0 ms a step): worker 3 is the one"),
+        (_count(4, 2.0, input=0.009), "waiting for input (9.0 ms per step): use more --loader-workers"),
+        (_count(4, 2.0, waiting=0.003), "waiting for slower workers (3.0 ms per step): the others wait for worker 3"),
         (_count(4, 2.0, waiting=0.003, parts=6), "6 parts cannot be dealt evenly to 4 workers"),
-        (_count(4, 2.0, "4 CPU workers (2 cores)", compute=0.02), "(10.0 ms a step): there are more workers than cores"),
-        (_count(4, 2.0, "4 CPU workers (4 cores)", compute=0.02), "(10.0 ms a step): CPU workers share caches and memory"),
-        (_count(4, 2.0, compute=0.02), "(10.0 ms a step): each device is slower beside the others"),
-        (_count(4, 2.0), "but no part of a step grew"),
-        (_count(4, 2.0, other=0.02), "time between steps (20.0 ms a step): it is Python between two steps"),
+        (_count(4, 2.0, "4 CPU workers (2 cores)", compute=0.02), "(10.0 ms per step): there are more workers than cores"),
+        (_count(4, 2.0, "4 CPU workers (4 cores)", compute=0.02), "(10.0 ms per step): CPU workers share caches and memory"),
+        (_count(4, 2.0, compute=0.02), "(10.0 ms per step): each device is slower next to the others"),
+        (_count(4, 2.0), "but no component of a step grew"),
+        (_count(4, 2.0, other=0.02), "time between steps (20.0 ms per step): this is Python between two steps"),
         (_count(4, 3.9, input=0.004), "but 29% of every step is waiting for input"),
     ],
 )
 def test_it_names_what_is_lost(last: dict[str, Any], says: str) -> None:
     first = _count(1, 1.0, input=last["components_s"]["input"] if "every step" in says else 0.0)
-    assert says in _advice(first, last)
+    assert says in _verdict(first, last)
 
 
 def test_one_count() -> None:
-    assert _advice(_count(2, 1.9)) == "2 workers make 25,600 images/s, and compute is 100% of a step: measure more workers."
-    assert "but 47% of a step is waiting for input" in _advice(_count(2, 1.9, input=0.009))
+    assert _verdict(_count(2, 1.9)) == "2 workers train 25,600 images/s, and compute is 100% of a step: measure more workers."
+    assert "but 47% of a step is waiting for input" in _verdict(_count(2, 1.9, input=0.009))
 
 
-def test_jitter_is_nobodys_fault() -> None:
+def test_jitter_is_not_blamed_on_one_worker() -> None:
     last = _count(4, 2.0, waiting=0.003)
     last["by_worker"] = [{"components_s": {"waiting": wait}} for wait in (0.003, 0.0028, 0.0035, 0.0032)]
-    assert "now this one and now that one" in _advice(_count(1, 1.0), last)
+    assert "a different worker is slow in each step" in _verdict(_count(1, 1.0), last)
 
 
 def test_strong_scaling_expects_less_of_each_worker() -> None:
     first, last = _count(1, 1.0), {**_count(4, 2.0, compute=0.004), "global_batch": 128, "samples_per_s": 128 / 0.004}
     assert lost_s(first, last)["compute"] == pytest.approx(0.0015)
-    assert "smaller parts use the device less well" in _advice(first, last, mode="strong")
+    assert "smaller parts use the device less well" in _verdict(first, last, mode="strong")
 
 
-def test_a_faster_link_is_for_several_nodes() -> None:
+def test_a_faster_link_is_suggested_only_for_several_nodes() -> None:
     last = _count(4, 2.0, communication=0.009)
-    assert "faster link" not in _advice(_count(1, 1.0), last)
-    assert "or the nodes a faster link" in _advice(_count(1, 1.0), {**last, "nodes": 2})
+    assert "faster link" not in _verdict(_count(1, 1.0), last)
+    assert "or connect the nodes by a faster link" in _verdict(_count(1, 1.0), {**last, "nodes": 2})
 
 
-def test_parts_are_shares_of_the_windows_steps() -> None:
-    """Timed steps that had a slow moment: a step's parts are as long as the windows found it."""
+def test_components_are_scaled_to_the_step_time_of_the_windows() -> None:
+    """The timed steps were slow for a moment: the losses are those of the windows."""
     last = _count(4, 2.0, communication=0.009)
     slow = {
         **last,
@@ -96,9 +97,9 @@ def test_parts_are_shares_of_the_windows_steps() -> None:
     assert lost_s(_count(1, 1.0), slow) == pytest.approx(lost_s(_count(1, 1.0), last))
 
 
-def test_the_table_has_every_count_and_part() -> None:
+def test_the_table_has_every_count_and_component() -> None:
     text = table({"unit": "images", "mode": "weak", "counts": [_count(1, 1.0), _count(2, 1.5, communication=0.01)]})
-    assert all(name in text for name in PARTS)
+    assert all(name in text for name in COMPONENTS)
     assert "1.50" in text
     assert "10.00 (50%)" in text
     assert "medians of 7 windows" in text
@@ -107,11 +108,11 @@ def test_the_table_has_every_count_and_part() -> None:
 
 
 @pytest.mark.parametrize(("factor", "says"), [(1.5, "up to 50% longer"), (0.6, "up to 40% longer or"), (1.01, "timed steps;")])
-def test_timed_steps_that_differ_from_the_windows_are_said(factor: float, says: str) -> None:
+def test_the_table_notes_timed_steps_that_differ_from_the_windows(factor: float, says: str) -> None:
     count = _count(2, 2.0)
     text = table({"unit": "images", "mode": "weak", "counts": [{**count, "step_s": factor * count["step_s"]}]})
     assert says in text
-    assert text.endswith("linear from 2 workers, the fewest measured")
+    assert text.endswith("linear is relative to 2 workers, the fewest measured")
 
 
 def _measured(**contract: Any) -> dict[str, Any]:
@@ -122,15 +123,15 @@ def _measured(**contract: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("mode", "other", "says"),
     [
-        ("weak", {"model": "mlp"}, "runs/s has measured model linear, and this is mlp: choose another --name"),
-        ("weak", {"part_batch": 64}, "part batch 128, and this is 64"),
-        ("weak", {"threads": 2}, "threads 1, and this is 2"),
+        ("weak", {"model": "mlp"}, "runs/s was measured with model linear, but this run has mlp: choose another --name"),
+        ("weak", {"part_batch": 64}, "part batch 128, but this run has 64"),
+        ("weak", {"threads": 2}, "threads 1, but this run has 2"),
         ("weak", {"global_batch": 512, "virtual_workers": 4}, ""),
-        ("strong", {"global_batch": 384}, "global batch 256, and this is 384"),
+        ("strong", {"global_batch": 384}, "global batch 256, but this run has 384"),
         ("strong", {"part_batch": 64}, ""),
     ],
 )
-def test_counts_of_one_record_differ_in_workers_alone(mode: str, other: dict[str, Any], says: str) -> None:
+def test_counts_of_one_record_differ_only_in_workers(mode: str, other: dict[str, Any], says: str) -> None:
     if not says:
         scale._check_alike(Path("runs/s"), mode, _measured(), _measured(**other))
         return
@@ -138,12 +139,12 @@ def test_counts_of_one_record_differ_in_workers_alone(mode: str, other: dict[str
         scale._check_alike(Path("runs/s"), mode, _measured(), _measured(**other))
 
 
-def test_what_a_record_has_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_continued_record_keeps_its_threads_and_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "core_count", lambda: 4)
     here, found = Path("runs/s"), {"counts": [{"threads": 2, "virtual_workers": 6, "global_batch": 384}]}
     assert scale._threads(2, {}, here) == 2
     assert scale._threads(3, {}, here) == 1
-    assert scale._threads(1, found, here) == 2, "not four, which were not what the others had"
+    assert scale._threads(1, found, here) == 2, "not four: the other counts had two"
     with pytest.raises(UsageError, match="measured workers of 2 threads each, too many for 3 workers on 4 cores"):
         scale._threads(3, found, here)
     assert scale._threads(9, {"counts": [{"threads": 1}]}, here) == 1
@@ -152,7 +153,7 @@ def test_what_a_record_has_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scale._mode_options({"virtual_workers": 2}, "strong", 2, found)["virtual_workers"] == 2
 
 
-def test_of_a_recipe_what_is_for_training_is_left_out() -> None:
+def test_training_options_of_a_recipe_are_dropped() -> None:
     recipe = {"model": "cnn", "global_batch": 512, "reference_batch": 256, "target_accuracy": 0.94}
     assert scale._of_recipe(recipe, "weak") == {"model": "cnn", "reference_batch": 256}
     assert scale._of_recipe(recipe, "strong") == {"model": "cnn", "global_batch": 512, "reference_batch": 256}

@@ -1,4 +1,4 @@
-"""The committed studies: each can be run, and each committed result is of the study whose name it has."""
+"""The committed studies: each can be run, and each committed result belongs to the study of the same name."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from paceline import cli
 from paceline.config import make_config
-from paceline.study.results import GOOD, read_results, table
+from paceline.records import Status
+from paceline.study.results import read_results, table
 from paceline.study.study import read_study
 
 FOLDER = Path(__file__).parents[3] / "studies"
@@ -19,20 +20,20 @@ RESULTS = sorted(FOLDER.glob("results/*.json"))
 
 @pytest.fixture
 def own_process(runs: Path) -> Iterator[None]:
-    """As if each call had a process of its own, in an empty folder."""
+    """Reset what would otherwise leak from one call into the next, and work in an empty folder."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def arms_in(text: str) -> list[str]:
-    """The first cells of a table's rows, without its head."""
+    """The first cells of a table's rows, without the header."""
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     return [row.removeprefix("| ").partition(" | ")[0] for row in rows[1:]]
 
 
 def study_of(path: Path) -> tuple[Path, bool]:
-    """The study that results belong to, and whether they have its options: those of a name with a dash have others."""
+    """The study that results belong to, and whether they use its options: results with a dash in their name do not."""
     exact = FOLDER / f"{path.stem}.toml"
     return (exact, True) if exact.exists() else (FOLDER / f"{path.stem.partition('-')[0]}.toml", "-" not in path.stem)
 
@@ -43,20 +44,20 @@ def test_there_are_studies():
 
 @pytest.mark.usefixtures("own_process")
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_its_mini_version_runs_every_arm_to_its_end(path, capsys):
+def test_the_mini_version_finishes_every_arm(path, capsys):
     arms = [arm.name for arm in read_study(path).arms]
     assert cli.run(["study", str(path), "--mini"]) == 0
     found = json.loads(Path(f"runs/study-{path.stem}-mini/study.json").read_text())
-    assert {run["arm"]: run["why"] for run in found["runs"] if run["status"] not in GOOD} == {}
+    assert {run["arm"]: run["why"] for run in found["runs"] if not Status(run["status"]).good} == {}
     assert [run["arm"] for run in found["runs"]] == arms
     assert all(run["steps"] >= 3 for run in found["runs"])
     assert arms_in(capsys.readouterr().out) == arms
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_results_are_of_the_study_as_it_is(path):
+def test_results_match_the_study_file(path):
     file, same_options = study_of(path)
-    assert file.exists(), f"{path.name} is of no study in {FOLDER}"
+    assert file.exists(), f"{path.name} belongs to no study in {FOLDER}"
     found, study = read_results(path), read_study(file)
     recorded = found["study"]["arms"]
     arms = {arm.name: arm.options for arm in study.arms}

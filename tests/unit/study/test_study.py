@@ -1,4 +1,4 @@
-"""A study: each run once, whatever happens meanwhile; what failed is counted; mistakes are one line before anything starts."""
+"""A study: each run is trained once, whatever happens; failures are counted; mistakes are one line before anything starts."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +20,13 @@ from harness.processes import paceline, run
 from paceline import cli
 from paceline.config import merge_options
 from paceline.errors import Stopped, UsageError
+from paceline.files import write_json
 from paceline.records import read_metrics
 from paceline.study import runs as runs_module
 from paceline.study import slots
 from paceline.study.results import table
-from paceline.study.runs import Call, claim, read_state, write_json
-from paceline.study.study import Arm, Study, parse_seeds, parse_settings, plan_runs, read_study, shrink
+from paceline.study.runs import Call, claim, read_state
+from paceline.study.study import Arm, Study, list_runs, parse_seeds, parse_settings, read_study, shrink
 from paceline.training import run as training
 
 TINY = """
@@ -87,7 +89,7 @@ global_batch = 16
 
 @pytest.fixture(autouse=True)
 def own_process(runs: Path) -> Iterator[None]:
-    """As if each call had a process of its own."""
+    """Reset what would otherwise leak from one call into the next: each has its own process in real use."""
     path = list(sys.path)
     yield
     if dist.is_initialized():
@@ -158,10 +160,10 @@ def results(name: str = "study-tiny") -> dict[str, Any]:
         ('task = "fashion-mnist-mini"', "", "study tiny.toml: it names no task"),
         ('task = "fashion-mnist-mini"', 'task = "fashion-mnst"', "unknown task 'fashion-mnst': did you mean 'fashion-mnist'?"),
         ("epochs = 2", "epoch = 2", "study tiny.toml, [options]: unknown key 'epoch': did you mean 'epochs'?"),
-        ("epochs = 2", "seed = 2", "study tiny.toml, [options]: seed is the study's to give, not an arm's: use seeds"),
-        ("virtual_workers = 4", 'runs_dir = "x"', "study tiny.toml, arm 'V = 4': runs_dir is the study's to give"),
-        ("virtual_workers = 4", 'name = "x"', "arm 'V = 4': name is the study's to give"),
-        ("virtual_workers = 4", "resume = true", "arm 'V = 4': resume is the study's to give"),
+        ("epochs = 2", "seed = 2", "study tiny.toml, [options]: seed cannot be set here: the study sets it; use seeds"),
+        ("virtual_workers = 4", 'runs_dir = "x"', "study tiny.toml, arm 'V = 4': runs_dir cannot be set here"),
+        ("virtual_workers = 4", 'name = "x"', "arm 'V = 4': name cannot be set here"),
+        ("virtual_workers = 4", "resume = true", "arm 'V = 4': resume cannot be set here"),
         ("virtual_workers = 4", "virtual_workers = 0", "study tiny.toml, arm 'V = 4': --virtual-workers is 0: it must be at"),
         ("virtual_workers = 4", "virtual_workers = 5", "study tiny.toml, arm 'V = 4': --global-batch 32 does not divide"),
         ("virtual_workers = 4", "warmup_epochs = 1", "study tiny.toml, arm 'V = 4': one-cycle warms up by itself"),
@@ -198,7 +200,7 @@ def test_a_mistake_is_one_line_before_anything_starts(mistake, runs, old, new, w
         (("study", "tiny.toml", "--seeds", "x"), "--seeds is 'x': it must be a number of seeds (3) or a list"),
         (("study", "tiny.toml", "--set", "epochs"), "--set epochs: it must be key=value"),
         (("study", "tiny.toml", "--set", "epoch=3"), "--set: unknown key 'epoch': did you mean 'epochs'?"),
-        (("study", "tiny.toml", "--set", "seed=3"), "--set: seed is the study's to give"),
+        (("study", "tiny.toml", "--set", "seed=3"), "--set: seed cannot be set here"),
         (("study", "tiny.toml", "--per-device", "0"), "--per-device is 0: it must be at least 1"),
         (("study", "tiny.toml", "--per-device", "two"), "invalid int value: 'two'"),
         (("study", "tiny.toml", "--table"), "cannot read results runs/study-tiny/study.json: No such file"),
@@ -213,13 +215,13 @@ def test_mistakes_in_flags(mistake, runs, argv, words):
     assert not runs.exists()
 
 
-def test_a_study_is_not_for_another_launchers_world(mistake, monkeypatch):
+def test_a_study_refuses_to_run_under_another_launcher(mistake, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert "a study starts its own runs: start it by itself, not with torchrun" in mistake("study", write(TINY))
 
 
-def test_options_lie_over_each_other(tmp_path):
+def test_which_options_override_which(tmp_path):
     write('epochs = 5\nbase_lr = 0.3\nseed = 9\nname = "old"\n', "base.toml")
     text = TINY.replace("virtual_workers = 4", 'recipe = "base.toml"\nbase_lr = 0.4')
     found = read_study(Path(write(text)), settings=["momentum=0.5", "flip=false", "--weight-decay=0"], seeds="3,1")
@@ -238,12 +240,12 @@ def test_seeds_are_a_number_or_a_list(text, seeds):
 
 
 @pytest.mark.parametrize("text", ["", ",", "2,,", "two", "2,x"])
-def test_what_is_no_seeds(text):
+def test_bad_seeds_are_a_mistake(text):
     with pytest.raises(UsageError, match="it must be a number of seeds"):
         parse_seeds(text)
 
 
-def test_files_lie_beside_the_study(tmp_path):
+def test_files_are_found_next_to_the_study(tmp_path):
     Path("there").mkdir()
     write("epochs = 7\n", "there/base.toml")
     write(TASK, "there/my_task.py")
@@ -253,7 +255,7 @@ def test_files_lie_beside_the_study(tmp_path):
     assert found.arms[0].options == {"epochs": 7}
 
 
-def test_one_way_to_say_the_warm_up_replaces_the_other():
+def test_warm_up_in_steps_replaces_warm_up_in_epochs():
     assert merge_options({"warmup_epochs": 2}, {"warmup_steps": 5}) == {"warmup_steps": 5}
     assert merge_options({"warmup_epochs": 2, "schedule": "cosine"}, {"schedule": "one-cycle"}) == {"schedule": "one-cycle"}
     assert parse_settings(["warmup-steps=5"]) == {"warmup_steps": 5}
@@ -310,21 +312,19 @@ def test_every_arm_and_seed_is_a_record_and_the_second_call_does_nothing(runs, t
     assert table(found) in out
     assert cli.run(["study", "tiny.toml"]) == 0
     assert trained == names
-    assert "4 runs, 4 of them done before" in capsys.readouterr().out
+    assert "4 runs, 4 already done" in capsys.readouterr().out
     assert cli.run(["study", "tiny.toml", "--set", "log_every=3"]) == 0  # says nothing about the model
     assert trained == names
 
 
-def test_changed_options_are_done_anew_and_nothing_is_lost(runs, trained, capsys):
+def test_changed_options_run_again_and_the_old_record_is_kept(runs, trained, capsys):
     cli.run(["study", write(TINY), "--seeds", "1"])
     trained.clear()
     old = (runs / "study-tiny" / "v-4-seed0" / "result.json").read_text()
     assert cli.run(["study", write(TINY.replace("virtual_workers = 4", "virtual_workers = 8")), "--seeds", "1"]) == 0
     assert trained == ["v-4-seed0"]
-    said = (
-        "its options changed (--virtual-workers was 4, is 8): done anew; the old record is in runs/study-tiny/v-4-seed0.old-1"
-    )
-    assert said in capsys.readouterr().out
+    note = "run again because its options changed (--virtual-workers was 4, is 8); the old record is in"
+    assert f"{note} runs/study-tiny/v-4-seed0.old-1" in capsys.readouterr().out
     assert (runs / "study-tiny" / "v-4-seed0.old-1" / "result.json").read_text() == old
     assert results()["runs"][1]["contract"]["virtual_workers"] == 8
     cli.run(["study", write(TINY), "--seeds", "1"])
@@ -340,13 +340,13 @@ def test_only_some_arms_and_then_the_rest(trained, capsys):
     assert [run["arm"] for run in results()["runs"]] == ["plain", "V = 4"]
 
 
-def test_a_result_of_other_options_is_not_taken_for_this_ones(trained):
+def test_results_with_other_options_are_not_reused(trained):
     cli.run(["study", write(TINY), "--seeds", "1"])
     cli.run(["study", "tiny.toml", "--seeds", "1", "--set", "epochs=1", "--only", "plain"])
     assert [(run["arm"], run["epochs"]) for run in results()["runs"]] == [("plain", 1)]
 
 
-def test_a_run_that_diverges_counts_as_failed_and_the_study_goes_on(trained, capsys):
+def test_a_run_that_diverges_counts_as_failed_and_the_study_continues(trained, capsys):
     text = TINY.replace("virtual_workers = 4", "base_lr = 1e9\nepochs = 4")
     assert cli.run(["study", write(text)]) == 0
     assert [run["status"] for run in results()["runs"]] == ["done", "diverged", "done", "diverged"]
@@ -358,7 +358,7 @@ def test_a_run_that_diverges_counts_as_failed_and_the_study_goes_on(trained, cap
     assert not trained  # it would diverge again
 
 
-def test_an_error_of_one_run_is_its_own(trained, capsys):
+def test_an_error_in_one_run_does_not_stop_the_others(trained, capsys):
     write_task("if samples == 16 and training: raise MemoryError('out of\\nmemory')")
     assert cli.run(["study", write(POINTS)]) == 0
     assert [run["status"] for run in results()["runs"]] == ["done", "failed", "done", "failed"]
@@ -369,17 +369,39 @@ def test_an_error_of_one_run_is_its_own(trained, capsys):
     write_task("pass")
     sys.modules.pop("my_task")
     trained.clear()
-    cli.run(["study", "tiny.toml"])  # whatever it was may be mended
+    cli.run(["study", "tiny.toml"])  # the cause may be fixed by now
     assert trained == ["large-seed0 resumed", "large-seed1 resumed"]
     assert [run["status"] for run in results()["runs"]] == ["done"] * 4
 
 
-def test_a_device_that_is_lost_to_this_process_ends_the_study(trained, mistake):
+def test_a_device_that_this_process_cannot_use_any_more_ends_the_study(trained, mistake):
     write_task("if samples == 16 and once('lost'): raise RuntimeError('CUDA error: an illegal memory access')")
     line = mistake("study", write(POINTS), "--seeds", "1", code=1)
-    assert line.startswith("arm 'large', seed 0: RuntimeError: CUDA error: an illegal memory access; the same command goes on")
+    assert line.startswith("arm 'large', seed 0: RuntimeError: CUDA error: an illegal memory access; run the same command")
     assert cli.run(["study", "tiny.toml", "--seeds", "1"]) == 0
     assert [run["status"] for run in results()["runs"]] == ["done"] * 2
+
+
+def test_on_a_terminal_there_is_a_progress_bar_and_the_same_lines(monkeypatch):
+    """stdout and stderr are one terminal: the bar is on it while runs train, the lines stay."""
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w", closefd=False) as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        patch.setattr(sys, "stderr", terminal)
+        assert cli.run(["study", write(TINY), "--seeds", "1"]) == 0
+    os.set_blocking(ours, False)
+    shown = ""
+    with suppress(BlockingIOError):
+        while text := os.read(ours, 1 << 16):
+            shown += text.decode()
+    os.close(ours)
+    os.close(theirs)
+    assert "0 of 2 done" in shown
+    assert "━" in shown
+    for line in (r"\[1/2\] plain, seed 0: loss .*, accuracy .*", r"\[2/2\] V = 4, seed 0: loss .* samples/s"):
+        assert re.search(line, shown)
+    assert "study-tiny: 2 arms x 1 seed on fashion-mnist-mini: 2 runs; records in runs/study-tiny" in shown
 
 
 def test_a_task_without_accuracy_is_compared_by_loss(capsys):
@@ -411,13 +433,13 @@ def test_ctrl_c_between_two_runs(trained, mistake, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(training, "train", interrupt)
         line = mistake("study", write(TINY), code=130)
-    assert line == "stopped by Ctrl-C: 1 of 4 runs are done; the same command goes on from there"
+    assert line == "stopped by Ctrl-C: 1 of 4 runs are done; run the same command to continue"
     assert len(results()["runs"]) == 1
     cli.run(["study", "tiny.toml"])
     assert trained == ["plain-seed0", "v-4-seed0", "plain-seed1", "v-4-seed1"]
 
 
-def test_ctrl_c_in_a_run_and_it_goes_on_from_its_checkpoint(trained, mistake, monkeypatch):
+def test_after_ctrl_c_a_run_continues_from_its_checkpoint(trained, mistake, monkeypatch):
     write_task("samples == 16 and training and once('interrupted') and os.kill(os.getpid(), signal.SIGINT)")
     assert "1 of 4 runs are done" in mistake("study", write(POINTS), code=130)
     assert json.loads(Path("runs/study-tiny/large-seed0.run.json").read_text())["status"] == "interrupted"
@@ -430,8 +452,8 @@ def test_ctrl_c_in_a_run_and_it_goes_on_from_its_checkpoint(trained, mistake, mo
     assert not list(Path("runs/study-tiny").glob("*.old-*"))
 
 
-def test_a_record_that_cannot_go_on_starts_anew(trained):
-    """Killed before the record was whole, or with data that is not the same any more."""
+def test_a_record_that_cannot_be_resumed_starts_over(trained):
+    """Killed before the record was complete, or the data has changed."""
     write_task("pass")
     cli.run(["study", write(POINTS), "--seeds", "1"])
     record, state = Path("runs/study-tiny/small-seed0"), Path("runs/study-tiny/small-seed0.run.json")
@@ -443,7 +465,7 @@ def test_a_record_that_cannot_go_on_starts_anew(trained):
     assert [run["status"] for run in results()["runs"]] == ["done"] * 2
 
 
-def test_a_killed_study_goes_on(trained):
+def test_a_killed_study_can_be_continued(trained):
     write_task("samples == 16 and training and once('killed') and os.kill(os.getpid(), signal.SIGKILL)")
     done = paceline("study", write(POINTS))
     assert done.returncode == -signal.SIGKILL, done
@@ -451,32 +473,32 @@ def test_a_killed_study_goes_on(trained):
     assert trained == ["large-seed0 resumed", "small-seed1", "large-seed1"]
 
 
-def test_a_run_that_another_process_has_is_left_to_it(trained, monkeypatch, capsys):
-    """Here the other one ends when we would wait for it."""
-    plan = plan_runs(read_study(Path(write(TINY))))
+def test_a_run_claimed_by_another_process_is_skipped(trained, monkeypatch, capsys):
+    """The other process gives it up when we start to wait for it."""
+    runs = list_runs(read_study(Path(write(TINY))))
     folder = Path("runs/study-tiny")
     (folder / ".claims").mkdir(parents=True)
-    theirs = claim(Call(folder, "theirs"), plan[0])
+    theirs = claim(Call(folder, "theirs"), runs[0])
     assert theirs.__enter__()
     clock = SimpleNamespace(time=time.time, sleep=lambda _: theirs.__exit__(None, None, None))
-    monkeypatch.setattr(slots, "time", clock)  # not time.sleep itself: others may sleep, too
+    monkeypatch.setattr(slots, "time", clock)  # not time.sleep itself, which other code uses too
     assert cli.run(["study", "tiny.toml"]) == 0
     assert trained == ["v-4-seed0", "plain-seed1", "v-4-seed1", "plain-seed0"]
-    assert capsys.readouterr().out.count("are being done by another process") == 1
+    assert capsys.readouterr().out.count("another process is training the remaining runs") == 1
 
 
-@pytest.mark.parametrize("when", ["the slots have passed it over", "the study waits for it"])
-def test_slots_take_what_another_process_gave_up(trained, when):
-    plan = plan_runs(read_study(Path(write(TINY))))
+@pytest.mark.parametrize("when", ["the slots have skipped it", "the study waits for it"])
+def test_slots_resume_runs_abandoned_by_another_process(trained, when):
+    runs = list_runs(read_study(Path(write(TINY))))
     folder = Path("runs/study-tiny")
     (folder / ".claims").mkdir(parents=True)
-    theirs = claim(Call(folder, "theirs"), plan[0])
+    theirs = claim(Call(folder, "theirs"), runs[0])
     assert theirs.__enter__()
     options = [sys.executable, "-m", "paceline", "study", "tiny.toml", "--per-device", "2"]
     with subprocess.Popen(options, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True) as study:
         if when == "the study waits for it":
             assert study.stdout
-            assert any("are being done by another process" in line for line in study.stdout)
+            assert any("another process is training the remaining runs" in line for line in study.stdout)
         else:
             while len(list(folder.glob("*.run.json"))) < 2 and study.poll() is None:
                 time.sleep(0.01)
@@ -487,56 +509,56 @@ def test_slots_take_what_another_process_gave_up(trained, when):
 
 
 def test_a_signal_just_after_a_run_is_done_leaves_it_done(trained, monkeypatch):
-    plan = plan_runs(read_study(Path(write(TINY))))
+    runs = list_runs(read_study(Path(write(TINY))))
     call = Call(Path("runs/study-tiny"), "ours")
     call.folder.mkdir(parents=True)
     monkeypatch.setattr(runs_module, "_train", lambda call, run: None)
     monkeypatch.setattr(runs_module, "read_result", lambda path: {"status": "done"})
 
-    def write_and_stop(path: Path, value: Any) -> None:
-        write_json(path, value)
+    def write_and_stop(path: Path, value: Any, **options: Any) -> None:
+        write_json(path, value, **options)
         if value["status"] == "done":
             raise Stopped("stopped by SIGTERM", "SIGTERM")
 
     monkeypatch.setattr(runs_module, "write_json", write_and_stop)
     with pytest.raises(Stopped):
-        runs_module.perform(call, plan[0])
-    assert read_state(call, plan[0])["status"] == "done"
+        runs_module.perform(call, runs[0])
+    assert read_state(call, runs[0])["status"] == "done"
 
 
-def test_results_that_cannot_be_written_cost_no_run(trained, mistake):
+def test_results_that_cannot_be_written_are_noticed_before_the_first_run(trained, mistake):
     write(TINY)
     assert "choose another --out" in mistake("study", "tiny.toml", "--out", "nowhere/results.json", code=1)
     assert trained == []
 
 
-def test_two_slots_do_each_run_once_and_outlive_the_death_of_one():
+def test_two_slots_train_each_run_once_even_if_one_slot_dies():
     write_task("samples == 16 and training and once('killed') and os.kill(os.getpid(), signal.SIGKILL)")
     done = paceline("study", write(POINTS), "--per-device", "2", env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done
-    assert "2 at once" in done.stdout
+    assert "2 at a time" in done.stdout
     assert [line[:5] for line in done.stdout.splitlines()[1:5]] == [f"[{i}/4]" for i in range(1, 5)], done.stdout
     assert [run["status"] for run in results()["runs"]] == ["done"] * 4
     tries = {path.name: json.loads(path.read_text())["tries"] for path in Path("runs/study-tiny").glob("*.run.json")}
     assert sorted(tries.values()) == [1, 1, 1, 2]
     assert results()["per_device"] == 2
-    assert "Runs shared a device 2 at a time" in done.stdout
+    assert "2 runs shared each device" in done.stdout
     folders = {path.name for path in Path("runs/study-tiny").iterdir() if path.is_dir()} - {".claims"}
     assert folders == {"small-seed0", "small-seed1", "large-seed0", "large-seed1"}
     ends = [len(re.findall(r"^done: ", path.read_text(), re.M)) for path in Path("runs/study-tiny").glob("*seed*.log")]
     assert ends == [1] * 4
 
 
-def test_a_run_whose_process_dies_is_taken_again_once(trained):
-    """Its state says that this very call began it, and its claim is free: the process that had it is gone."""
-    folder, plan = Path("runs/study-tiny"), plan_runs(read_study(Path(write(TINY))))
+def test_a_run_that_kills_its_process_is_tried_once_more(trained):
+    """Its state says that this call started it, and its claim is free: its process has died."""
+    folder, runs = Path("runs/study-tiny"), list_runs(read_study(Path(write(TINY))))
     (folder / ".claims").mkdir(parents=True)
 
     def died(tries: int, call: str = "this") -> dict[str, Any]:
-        begun = {"task": plan[0].task, "options": plan[0].resolved, "status": "running", "call": call, "tries": tries}
-        write_json(folder / f"{plan[0].name}.run.json", begun)
-        slots.work(plan[:1], Call(folder, "this"))
-        return read_state(Call(folder, "this"), plan[0])
+        begun = {"task": runs[0].task, "options": runs[0].resolved, "status": "running", "call": call, "tries": tries}
+        write_json(folder / f"{runs[0].name}.run.json", begun)
+        slots.work(runs[:1], Call(folder, "this"))
+        return read_state(Call(folder, "this"), runs[0])
 
     found = died(tries=2)
     assert (found["status"], found["why"]) == ("failed", "its process died 2 times")
@@ -555,18 +577,18 @@ def test_a_mistake_in_one_slot_ends_them_all():
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_slots_end_with_the_study_and_their_runs_go_on():
-    """Both runs ask the study itself to stop, as a Ctrl-C at a terminal would: the slots have sessions of their own."""
+def test_slots_end_with_the_study_and_their_runs_can_be_continued():
+    """A run sends SIGINT to the study, as Ctrl-C at a terminal would: the slots are in sessions of their own."""
     write_task("training and once('stopped') and os.kill(os.getppid(), signal.SIGINT)")
     done = paceline("study", write(POINTS), "--per-device", "2", "--set", "epochs=2000", env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 130, done
-    assert done.stderr.startswith("paceline: stopped by Ctrl-C: 0 of 4 runs are done; the same command goes on"), done
+    assert done.stderr.startswith("paceline: stopped by Ctrl-C: 0 of 4 runs are done; run the same command"), done
     states = [json.loads(path.read_text())["status"] for path in Path("runs/study-tiny").glob("*.run.json")]
     assert "interrupted" in states
     assert "running" not in states
 
 
-def test_mini_tries_every_arm_out(capsys):
+def test_mini_runs_every_arm(capsys):
     text = TINY.replace('"fashion-mnist-mini"', '"fashion-mnist"').replace("epochs = 2", 'epochs = 40\nschedule = "cosine"')
     text = text.replace("global_batch = 32", "global_batch = 8192").replace("train_samples = 128", "warmup_epochs = 5")
     assert cli.run(["study", write(text.replace("virtual_workers = 4", "virtual_workers = 64")), "--mini"]) == 0
@@ -582,7 +604,7 @@ def test_mini_tries_every_arm_out(capsys):
 
 
 def made(*arms: tuple[str, list[float | str]], metric: str = "accuracy", target: float | None = 0.9) -> dict[str, Any]:
-    """Results as a study would have left them: a text is how a run failed."""
+    """Results as a study would write them: text instead of a value is the status of a failed run."""
     runs = []
     for arm, values in arms:
         for seed, value in enumerate(values):
@@ -629,11 +651,11 @@ def test_a_loss_is_better_when_lower_and_has_no_points():
     assert "time to" not in text
 
 
-def test_times_of_runs_that_shared_a_device_are_said_to_be_longer():
+def test_the_legend_says_that_runs_sharing_a_device_take_longer():
     found = made(("one", [0.94]), ("other", [0.93]))
-    words = "seeds are needed. Runs shared a device 3 at a time, so their times are longer than those of a run by itself.\n"
+    words = "seeds are needed. 3 runs shared each device, so their times are longer than those of a single run.\n"
     assert table({**found, "per_device": 3}).endswith(words)
-    assert table({**found, "per_device": 1}) == table(found)  # as older results have it
+    assert table({**found, "per_device": 1}) == table(found)  # older results have no such field
     assert "shared" not in table(found)
 
 
@@ -658,18 +680,12 @@ def test_the_table_needs_no_torch_and_no_run():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "are not valid JSON"),
-        ("[]", "holds no results"),
-        ("{}", "holds no results"),
-        ('{"study": {}, "runs": [], "metric": "accuracy"}', "holds no results"),
+        ("{", "it is not valid JSON"),
+        ("[]", "it does not hold a JSON object"),
+        ("{}", "does not hold the results of a study"),
+        ('{"study": {}, "runs": [], "metric": "accuracy"}', "does not hold the results of a study"),
     ],
 )
-def test_what_is_no_results(mistake, text, words):
+def test_files_that_do_not_hold_results(mistake, text, words):
     Path("x.json").write_text(text)
     assert words in mistake("study", "x.json", "--table")
-
-
-def test_json_has_no_nan():
-    write_json(Path("x.json"), {"a": [float("nan"), {"b": float("inf")}, 1.5], "c": (1,)})
-    assert json.loads(Path("x.json").read_text()) == {"a": [None, {"b": None}, 1.5], "c": [1]}
-    assert os.listdir() == ["x.json"]

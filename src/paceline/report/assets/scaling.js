@@ -137,9 +137,9 @@
   function scaling(sources) {
     const found = sources.filter((source) => source.scale && source.scale.counts.length);
     if (!found.length) return [];
-    const items = found.filter((source) => source.scale.advice).map((source) => (
+    const items = found.filter((source) => source.scale.verdict).map((source) => (
       {
-        key: `advice ${source.id}`, sign: source.scale.advice, make: () => node("p", { class: "advice wide" }, source.scale.advice),
+        key: `verdict ${source.id}`, sign: source.scale.verdict, make: () => node("p", { class: "verdict wide" }, source.scale.verdict),
       }
     ));
     const said = (what) => found.map(

@@ -1,15 +1,15 @@
-"""Checkpoints: named tensors and plain facts, written while training goes on, complete or absent whatever happens.
+"""Checkpoint files: named tensors and JSON facts, written in the background while training continues, complete or absent.
 
-    step-000000120.safetensors        one file a checkpoint, readable by every safetensors reader
-    .step-000000120.safetensors.PID.part  a write under way, or one that was cut short: nobody reads it
+    step-000000120.safetensors            one file per checkpoint, readable by any safetensors reader
+    .step-000000120.safetensors.PID.part  a write in progress, or one that was cut short: never read
 
-A file is written under its temporary name, synced, renamed, and the folder synced: after a SIGKILL or a power loss at any
-moment the old ones are there and the new one is whole or missing. Disks still lose bits, so the header begins with a SHA-256 of
-the whole file (64 zeros stand in for the digest itself), and nothing is taken from a file that does not match.
+A file is written under a temporary name, synced and renamed, and then the folder is synced. After a SIGKILL or a power loss at
+any moment, the old checkpoints are there and the new one is complete or absent. Disks still lose bits, so the header begins
+with a SHA-256 of the whole file (computed with 64 zeros in place of the digest), and a file that does not match is not used.
 
-The format is written and read here, in sixty lines, and not by the safetensors package: that makes the header itself, too late
-for the digest to cover it, and maps files, so that a bad sector ends the process (SIGBUS) where we go back to the checkpoint
-before. No pickle: loading runs no code from the file.
+The format is written and read here, in sixty lines, and not by the safetensors package. That package builds the header itself,
+too late for the digest to cover it, and maps files into memory, so a bad sector would kill the process (SIGBUS) where we can go
+back to the previous checkpoint. There is no pickle: loading runs no code from the file.
 """
 
 import errno
@@ -30,14 +30,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, reason
 from paceline.files import replacing
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
+"""Called with one line for the user."""
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint cannot be written, or is not what it should be."""
+    """A checkpoint cannot be written or read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,26 +49,26 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     """On the CPU, contiguous."""
     facts: dict[str, Any]
-    """As JSON gives them back: tuples as lists, every float with its bits, NaN and infinities too."""
+    """As Python's JSON returns them: tuples become lists; floats keep every bit, including NaN and infinities."""
 
 
 class Writer:
-    """Writes the checkpoints of one run in the background. Rank 0 alone has one, and calls it from one thread."""
+    """Writes the checkpoints of one run in the background. Only rank 0 has one, and calls it from one thread."""
 
-    def __init__(self, folder: Path, keep: int, tell: Tell) -> None:
+    def __init__(self, folder: Path, keep: int, notify: Notify) -> None:
         assert keep >= 1
-        self._folder, self._keep, self._tell = folder, keep, tell
+        self._folder, self._keep, self._notify = folder, keep, notify
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in folder.iterdir():
                 if _LEFTOVER.fullmatch(path.name) and not path.is_dir():
                     path.unlink()
-            if not os.access(folder, os.W_OK | os.X_OK):  # found now, not after the first hour
+            if not os.access(folder, os.W_OK | os.X_OK):  # fail now, not after the first hour
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
-            why = "it is a file, not a folder" if isinstance(error, FileExistsError) else _why(error)
+            why = "it is a file, not a folder" if isinstance(error, FileExistsError) else reason(error)
             raise CheckpointError(f"cannot write checkpoints in {folder}: {why}; choose another folder") from None
-        self._good: dict[int, bool | None] = {}  # by step, what this writer wrote or looked at; None: could not be read
+        self._good: dict[int, bool | None] = {}  # by step, whether a file is good, once known; None: it could not be read
         self._saved = True
         self._idle = threading.Event()
         self._idle.set()
@@ -76,9 +77,10 @@ class Writer:
         self._thread.start()
 
     def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Copy everything now and write it later; what training changes from here on does not show.
+        """Copy everything now and write it in the background; later changes to the tensors are not saved.
 
-        Waits for the write before this one, so that one copy is in memory at most. A write that fails is told, not raised.
+        Waits for the previous write, so there is at most one copy in memory. A write that fails is reported to `notify`, not
+        raised.
         """
         assert self._thread.is_alive(), "save() after close()"
         self.wait()
@@ -87,12 +89,12 @@ class Writer:
         self._queue.put(snapshot)
 
     def wait(self) -> bool:
-        """Wait until what was handed in is on disk or has failed; True if the last of it is on disk, or nothing ever was."""
+        """Wait until every `save` is on disk or has failed. True if the last one succeeded, or there was none."""
         self._idle.wait()
         return self._saved
 
     def close(self) -> None:
-        """Wait, and end the thread."""
+        """Wait for the last write and end the thread."""
         self.wait()
         self._queue.put(None)
         self._thread.join()
@@ -105,29 +107,30 @@ class Writer:
                 _write(self._folder, snapshot)
                 self._saved = True
                 self._good[step] = True
-                snapshot = None  # its memory, before older files are read
+                snapshot = None  # free its memory before reading older files
                 self._prune(step)
-            except Exception as error:  # any: it would end this thread in silence, and training would wait for it for ever
-                with suppress(Exception):  # tell() may print to a pipe that nobody reads any more
-                    self._tell_failure(step, error)
+            except Exception as error:  # any: otherwise the thread would end silently and training would wait forever
+                with suppress(Exception):  # notify() may print to a pipe without a reader
+                    self._notify_failure(step, error)
             finally:
-                snapshot = None  # or it would live on here until the next one: twice the memory
+                snapshot = None  # do not keep it until the next one: that would take twice the memory
                 self._idle.set()
 
-    def _tell_failure(self, step: int, error: Exception) -> None:
+    def _notify_failure(self, step: int, error: Exception) -> None:
         if self._saved:
-            self._tell(f"could not remove old checkpoints after step {step}: {_why(error)}")
+            self._notify(f"could not remove old checkpoints after step {step}: {reason(error)}")
             return
         good = None
-        with suppress(OSError):  # the folder itself may be what is lost
+        with suppress(OSError):  # the folder itself may be missing
             good = next((other for other in _steps(self._folder) if self._is_good(other)), None)
-        last = "there is none yet" if good is None else f"the last good one is step {good}"
-        self._tell(f"could not write the checkpoint at step {step}: {_why(error)}; training goes on, {last}")
+        last = "no checkpoint exists yet" if good is None else f"the last good checkpoint is step {good}"
+        self._notify(f"could not write the checkpoint at step {step}: {reason(error)}; training continues, {last}")
 
     def _prune(self, step: int) -> None:
-        """Remove the damaged, and good ones up to this step beyond the newest `keep`; what cannot be read now stays.
+        """Remove damaged checkpoints, and all but the newest `keep` good ones up to this step; keep those that cannot be read.
 
-        A later good one stays and does not count: it could not be read at the start, and is the same run (law 5), further on.
+        A good one of a later step stays and does not count towards `keep`: it could not be read when the run was resumed, and
+        it is the same run (law 5), further along.
         """
         kept = 0
         for other in _steps(self._folder):
@@ -138,7 +141,10 @@ class Writer:
                 del self._good[other]
 
     def _is_good(self, step: int) -> bool | None:
-        """Read a file of an earlier run once: a damaged one is no reason to delete a good one. None: nothing is known of it."""
+        """Whether a checkpoint is good; None if it cannot be read now. Reads a file of an earlier run once.
+
+        A damaged file must not count towards `keep`, or a good one would be removed for it.
+        """
         if step not in self._good:
             try:
                 _read(self._folder, step)
@@ -150,10 +156,10 @@ class Writer:
         return self._good[step]
 
 
-def load_latest(folder: Path, tell: Tell) -> Checkpoint | None:
-    """The newest checkpoint that is whole, or None. Tells of each damaged one on the way and leaves it where it is.
+def load_latest(folder: Path, notify: Notify) -> Checkpoint | None:
+    """Load the newest good checkpoint, or None. Notifies about each damaged one that it skips, and leaves the file in place.
 
-    One that may be good and cannot be read now is an error: to go on from an older one would be to lose it.
+    A newer one that may be good but cannot be read now is an error: resuming from an older one would overwrite it.
     """
     try:
         steps = _steps(folder)
@@ -162,7 +168,7 @@ def load_latest(folder: Path, tell: Tell) -> Checkpoint | None:
             raise CheckpointError(f"cannot read checkpoints in {folder}: it links to a folder that does not exist") from None
         return None
     except OSError as error:
-        raise CheckpointError(f"cannot read checkpoints in {folder}: {_why(error)}") from None
+        raise CheckpointError(f"cannot read checkpoints in {folder}: {reason(error)}") from None
     for place, step in enumerate(steps, start=1):
         name = _path(folder, step).stem
         try:
@@ -170,32 +176,32 @@ def load_latest(folder: Path, tell: Tell) -> Checkpoint | None:
         except FileNotFoundError:
             if _path(folder, step).is_symlink():
                 raise CheckpointError(
-                    f"cannot read checkpoint {name} in {folder}: it links to a file that does not exist; bring the file back,"
-                    " or remove the link"
+                    f"cannot read checkpoint {name} in {folder}: it links to a file that does not exist; restore the file, or"
+                    " remove the link"
                 ) from None
             continue
         except MemoryError:
             raise CheckpointError(f"cannot read checkpoint {name} in {folder}: out of memory; free some and resume") from None
         except (OSError, CheckpointError, _Damaged) as error:
             if not isinstance(error, _Damaged) and getattr(error, "errno", None) != errno.EIO:  # EIO: most likely a bad sector
-                fix = "make it readable" if isinstance(error, OSError) else "use the Paceline that wrote it"
-                fix += ", or remove it to " + ("go on from the one before" if place < len(steps) else "start over")
-                raise CheckpointError(f"cannot read checkpoint {name} in {folder}: {_why(error)}; {fix}") from None
-            then = "using the one before it" if place < len(steps) else "no other is there"
-            tell(f"checkpoint {name} is damaged ({_why(error)}): {then}")
+                fix = "make it readable" if isinstance(error, OSError) else "use the version of Paceline that wrote it"
+                fix += ", or remove it to " + ("resume from the previous one" if place < len(steps) else "start over")
+                raise CheckpointError(f"cannot read checkpoint {name} in {folder}: {reason(error)}; {fix}") from None
+            then = "using the previous one" if place < len(steps) else "there is no other"
+            notify(f"checkpoint {name} is damaged ({reason(error)}): {then}")
     return None
 
 
 class _Damaged(Exception):
-    """A file was read and is not what was written."""
+    """A file was read, but its content is not what was written."""
 
 
 _FORMAT = "1"
 _NAME = re.compile(r"step-([0-9]+)\.safetensors")
 _LEFTOVER = re.compile(r"\.step-[0-9]+\.safetensors(\.[0-9]+)?\.part")
-_BEGIN = b'{"__metadata__":{"sha256":"'  # the digest comes first, so its place is known before anything is parsed
+_BEGIN = b'{"__metadata__":{"sha256":"'  # the digest comes first, so its position is known before anything is parsed
 _DIGEST = slice(8 + len(_BEGIN), 8 + len(_BEGIN) + 64)
-_HEADER_LIMIT_BYTES = 100_000_000  # of the format's other readers
+_HEADER_LIMIT_BYTES = 100_000_000  # other readers of the format refuse more
 _CODES = {
     **{getattr(torch, f"{kind}int{bits}"): f"{kind or 'i'}{bits}".upper() for kind in ("", "u") for bits in (8, 16, 32, 64)},
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
@@ -210,20 +216,20 @@ class _Snapshot:
     tensors: dict[str, Tensor]
     facts: str
     copied: list[torch.cuda.Event]
-    """Until these have happened, copies from the GPUs may still be under way."""
+    """Copies from the GPUs are complete once these have happened."""
 
 
 def _snapshot(step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> _Snapshot:
     copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if tensor.is_cuda:  # into pinned memory, in stream order: the GPU does it between two steps, and nobody waits here
+        if tensor.is_cuda:  # into pinned memory, in stream order: the GPU copies between two steps, and training does not wait
             copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             copies[name].copy_(tensor.detach(), non_blocking=True)
         else:
             copies[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     copied = []
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        copied.append(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]  # the writer sleeps on it and takes no core
+        copied.append(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]  # the writer sleeps and uses no core
         copied[-1].record(torch.cuda.current_stream(device))
     return _Snapshot(step=step, tensors=copies, facts=json.dumps(dict(facts)), copied=copied)
 
@@ -232,51 +238,46 @@ def _write(folder: Path, snapshot: _Snapshot) -> None:
     for event in snapshot.copied:
         event.synchronize()
     path = _path(folder, snapshot.step)
-    # Large elements first: each tensor lies at a multiple of its element's size, as readers that map the file need it.
+    # Large elements first, so that each tensor starts at a multiple of its element size, as readers that map the file need.
     tensors = dict(sorted(snapshot.tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     head = _head(snapshot, tensors)
     digest = hashlib.sha256(head)
     for tensor in tensors.values():
         digest.update(_bytes(tensor))
     head[_DIGEST] = digest.hexdigest().encode()
-    with replacing(path) as temporary, temporary.open("wb") as file:
+    with replacing(path, sync_folder=True) as temporary, temporary.open("wb") as file:
         file.write(head)
         for tensor in tensors.values():
             file.write(_bytes(tensor))
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)  # the rename itself
-    finally:
-        os.close(opened)
 
 
 def _head(snapshot: _Snapshot, tensors: Mapping[str, Tensor]) -> bytearray:
-    """The file up to its tensors: the length of the header in 8 bytes and the header, with 64 zeros for the digest."""
+    """The file up to its tensors: the length of the header in 8 bytes, then the header, with 64 zeros for the digest."""
     about = {"sha256": "0" * 64, "format": _FORMAT, "step": str(snapshot.step), "facts": snapshot.facts}
     entries: dict[str, Any] = {"__metadata__": about}
     end = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _CODES:
-            raise CheckpointError(f"{name} is of {tensor.dtype}, which the safetensors format has no name for")
+            raise CheckpointError(f"{name} has dtype {tensor.dtype}, which the safetensors format does not support")
         begin, end = end, end + tensor.nbytes
         entries[_key(name)] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     if len(header) > _HEADER_LIMIT_BYTES:
         raise CheckpointError(
-            f"its names and facts take {len(header):,} bytes of {_HEADER_LIMIT_BYTES:,}: keep large facts in tensors"
+            f"its names and facts take {len(header):,} bytes, the limit is {_HEADER_LIMIT_BYTES:,}: keep large facts in tensors"
         )
     return bytearray(len(header).to_bytes(8, "little") + header)
 
 
 def _read(folder: Path, step: int) -> Checkpoint:
-    """A checkpoint that matches its digest; _Damaged if it does not. Any other error says nothing against the file."""
+    """Read a checkpoint. Raises _Damaged if it does not match its digest; after any other error the file may still be good."""
     try:
         with _path(folder, step).open("rb") as file:
             return _parse(file, step)
     except (OSError, MemoryError, CheckpointError, _Damaged):
         raise
-    except Exception:  # any: there is no end to what a damaged header can hold
+    except Exception:  # any: a damaged header can hold anything
         raise _Damaged("it is not a checkpoint") from None
 
 
@@ -284,7 +285,7 @@ def _parse(file: BufferedReader, step: int) -> Checkpoint:
     left = os.fstat(file.fileno()).st_size - 8
     length = int.from_bytes(file.read(8), "little")
     if not len(_BEGIN) + 64 <= length <= _HEADER_LIMIT_BYTES:
-        raise _Damaged("it does not begin like a checkpoint")
+        raise _Damaged("it does not start like a checkpoint")
     if length > left:
         raise _Damaged("it is cut short")
     head = bytearray(length.to_bytes(8, "little") + file.read(length))
@@ -297,12 +298,12 @@ def _parse(file: BufferedReader, step: int) -> Checkpoint:
     for key, entry in entries.items() if about["format"] == _FORMAT else ():  # in the order of their bytes
         dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
         size = math.prod(shape) * dtype.itemsize
-        if not 0 <= size <= left:  # before the memory is asked for
+        if not 0 <= size <= left:  # check before allocating memory
             raise _Damaged("it is cut short")
         left -= size
         try:
             data = torch.empty(size, dtype=torch.uint8, device="cpu")
-        except RuntimeError:  # torch's word for it
+        except RuntimeError:  # what torch raises when memory runs out
             raise MemoryError from None
         file.readinto(_bytes(data))
         digest.update(_bytes(data))
@@ -312,14 +313,14 @@ def _parse(file: BufferedReader, step: int) -> Checkpoint:
     if not head.startswith(_BEGIN, 8) or digest.hexdigest().encode() != stated:
         raise _Damaged("its checksum does not match")
     if about["format"] != _FORMAT:
-        raise CheckpointError(f"it has format {about['format']}, and this Paceline reads {_FORMAT}")
+        raise CheckpointError(f"it has format {about['format']}, but this version reads format {_FORMAT}")
     if about["step"] != str(step):
-        raise _Damaged(f"it is of step {about['step']}")
+        raise _Damaged(f"it belongs to step {about['step']}")
     return Checkpoint(step=step, tensors=tensors, facts=json.loads(about["facts"]))
 
 
 def _steps(folder: Path) -> list[int]:
-    """The steps that have a file, or a link to one, newest first. A link to nothing counts: its disk may be away."""
+    """The steps that have a file or a link, newest first. A broken link counts: its disk may be unmounted."""
     with os.scandir(folder) as entries:
         found = [_NAME.fullmatch(entry.name) for entry in entries if entry.is_file() or not os.path.exists(entry.path)]
     steps = [int(name[1]) for name in found if name is not None and _path(folder, int(name[1])).name == name[0]]
@@ -331,7 +332,7 @@ def _path(folder: Path, step: int) -> Path:
 
 
 def _key(name: str) -> str:
-    """A name as the format can hold it: plain ones stay; no surrogates, and never the one key that is taken."""
+    """A tensor's name as a key of the format: without surrogates, and never the reserved key. Plain names stay the same."""
     return name.encode("unicode_escape").decode().replace("__metadata__", r"\x5f_metadata__")
 
 
@@ -342,9 +343,3 @@ def _name(key: str) -> str:
 def _bytes(tensor: Tensor) -> Any:
     """A tensor's memory, as a numpy array of bytes."""
     return tensor.view(-1).view(torch.uint8).numpy()
-
-
-def _why(error: Exception) -> str:
-    """An error in a few words on one line."""
-    text = error.strerror if isinstance(error, OSError) else str(error)
-    return " ".join((text or type(error).__name__).split())

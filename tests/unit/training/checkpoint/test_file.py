@@ -1,4 +1,4 @@
-"""Checkpoints: the same bits back, whole or absent after a kill at any line, and a damaged one never taken for a good one."""
+"""Checkpoint files: the same bits come back, a kill at any line leaves them complete or absent, damage is always noticed."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ MakeWriter = Callable[..., Writer]
 
 
 @pytest.fixture
-def told() -> list[str]:
+def notes() -> list[str]:
     return []
 
 
@@ -40,11 +40,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def writer(folder: Path, told: list[str]) -> Iterator[MakeWriter]:
+def writer(folder: Path, notes: list[str]) -> Iterator[MakeWriter]:
     made = []
 
     def make(keep: int = 3) -> Writer:
-        made.append(Writer(folder, keep, told.append))
+        made.append(Writer(folder, keep, notes.append))
         return made[-1]
 
     yield make
@@ -53,7 +53,7 @@ def writer(folder: Path, told: list[str]) -> Iterator[MakeWriter]:
 
 
 def of(step: int) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]]:
-    """What is saved at a step: all of it says which."""
+    """The arguments of `save` at a step; all of them contain the step."""
     return step, {"weights": torch.full((300,), float(step)), "count": torch.tensor(step)}, {"epoch": step / 7}
 
 
@@ -74,7 +74,7 @@ def file_of(step: int) -> str:
 
 
 def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Any bits at all, NaN payloads among them."""
+    """Random bits, NaN payloads included."""
     if dtype == torch.bool:
         return torch.rand(shape) < 0.5
     count = math.prod(shape) * dtype.itemsize
@@ -101,7 +101,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(folder, writer):
     assert {name: bits(tensor) for name, tensor in found.tensors.items()} == {k: bits(v) for k, v in tensors.items()}
 
 
-def test_views_parameters_and_shared_memory_are_stored_as_what_they_show(folder, writer):
+def test_views_parameters_and_shared_memory_are_stored_by_value(folder, writer):
     base = torch.arange(24.0).reshape(4, 6)
     tensors = {
         "base": base,
@@ -161,7 +161,7 @@ def test_any_facts_and_names_come_back(facts, known, step):
     assert {name: tensor.item() for name, tensor in found.tensors.items()} == {k: t.item() for k, t in tensors.items()}
 
 
-def test_what_changes_after_save_does_not_show(folder, writer, monkeypatch):
+def test_changes_after_save_are_not_stored(folder, writer, monkeypatch):
     changed, write = threading.Event(), checkpoint._write
     monkeypatch.setattr(checkpoint, "_write", lambda *args: (changed.wait(60), write(*args)))
     step, tensors, facts = of(4)
@@ -180,13 +180,13 @@ def test_what_changes_after_save_does_not_show(folder, writer, monkeypatch):
     assert is_of(found, 4)
 
 
-def test_a_save_waits_for_the_one_before_it(writer, monkeypatch):
+def test_a_save_waits_for_the_previous_one(writer, monkeypatch):
     order: list[str] = []
     second, write, snapshot = threading.Event(), checkpoint._write, checkpoint._snapshot
 
     def slow(folder: Path, taken: Any) -> None:
         if taken.step == 1:
-            second.wait(0.2)  # a save that does not wait comes through here
+            second.wait(0.2)  # a save that does not wait gets here
         write(folder, taken)
         order.append(f"wrote {taken.step}")
 
@@ -205,7 +205,7 @@ def test_a_save_waits_for_the_one_before_it(writer, monkeypatch):
     assert order == ["copied 1", "wrote 1", "copied 2", "wrote 2"]
 
 
-def test_nothing_there_is_none(tmp_path, folder, writer):
+def test_an_empty_or_missing_folder_has_no_checkpoint(tmp_path, folder, writer):
     assert load_latest(folder, pytest.fail) is None
     assert writer().wait()
     assert load_latest(folder, pytest.fail) is None
@@ -217,7 +217,7 @@ def test_only_plain_files_with_our_names_count(tmp_path, folder, writer):
     assert one.wait()
     good = (folder / file_of(1)).read_bytes()
     (folder / file_of(3)).mkdir()
-    os.mkfifo(folder / file_of(4))  # opening it would wait for ever
+    os.mkfifo(folder / file_of(4))  # opening it would wait forever
     (folder / file_of(2)).symlink_to(folder / file_of(4))
     others = ["step-5.safetensors", "step-0000000006.safetensors", "step-000000007.safetensors.bak", f".{file_of(8)}.part"]
     for name in [*others, "step-٠٠٠٠٠٠٠٠٩.safetensors", "notes.txt"]:
@@ -226,7 +226,7 @@ def test_only_plain_files_with_our_names_count(tmp_path, folder, writer):
 
 
 def test_links_to_checkpoints_are_read_and_their_targets_never_touched(tmp_path, folder, writer):
-    """Somebody moved them to another disk."""
+    """The user moved them to another disk."""
     one = writer(keep=1)
     one.save(*of(1))
     assert one.wait()
@@ -259,11 +259,11 @@ def test_a_link_to_a_folder_of_checkpoints_works(tmp_path):
     assert folder.is_symlink()
 
 
-def test_a_link_that_leads_nowhere_is_an_error_not_a_new_start(tmp_path, folder, writer):
-    """Its disk may only be away: to start over would be to lose it."""
+def test_a_broken_link_is_an_error_and_does_not_start_over(tmp_path, folder, writer):
+    """Its disk may be unmounted: starting over would lose it."""
     folder.mkdir()
     (folder / file_of(1)).symlink_to(tmp_path / "away")
-    with pytest.raises(CheckpointError, match=r"step-000000001 in .*: it links to a file that does not exist; bring the file"):
+    with pytest.raises(CheckpointError, match=r"step-000000001 in .*: it links to a file that does not exist; restore"):
         load_latest(folder, pytest.fail)
     (tmp_path / "linked").symlink_to(tmp_path / "away")
     with pytest.raises(CheckpointError, match="linked: it links to a folder that does not exist"):
@@ -281,14 +281,14 @@ def test_a_planted_link_is_not_written_through(tmp_path, folder, writer):
     assert is_of(load_latest(folder, pytest.fail), 1)
 
 
-def test_a_new_writer_removes_what_was_cut_short_and_nothing_else(folder, writer, told):
+def test_a_new_writer_removes_unfinished_writes_and_nothing_else(folder, writer, notes):
     folder.mkdir()
     mine = ["notes.txt", ".notes.part", "step-1.part", ".step-000000001.safetensors", file_of(3)]
     for name in [*mine, f".{file_of(1)}.part", f".{file_of(10**9)}.part", f".{file_of(2)}.123.part"]:
         (folder / name).write_text("x")
     writer()
     assert names(folder) == sorted(mine)
-    assert not told
+    assert not notes
 
 
 def test_the_newest_are_kept(folder, writer):
@@ -303,7 +303,7 @@ def test_the_newest_are_kept(folder, writer):
     assert names(folder) == [file_of(1001)]
 
 
-def test_a_later_one_goes_only_if_it_is_damaged_and_does_not_count(folder, writer, told):
+def test_a_later_checkpoint_is_removed_only_if_damaged_and_does_not_count(folder, writer, notes):
     one = writer(keep=5)
     for step in (50, 60, 120, 180):
         one.save(*of(step))
@@ -314,10 +314,10 @@ def test_a_later_one_goes_only_if_it_is_damaged_and_does_not_count(folder, write
     assert again.wait()
     assert names(folder) == [file_of(60), file_of(70), file_of(120)]
     assert is_of(load_latest(folder, pytest.fail), 120)
-    again.save(*of(130))  # past it: from here on it is one of the older ones
+    again.save(*of(130))  # past it: from now on it is one of the older ones
     assert again.wait()
     assert names(folder) == [file_of(120), file_of(130)]
-    assert not told
+    assert not notes
 
 
 def fail_to_open(monkeypatch: pytest.MonkeyPatch, *paths: Path, error: BaseException) -> None:
@@ -339,12 +339,12 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("error", UNREADABLE)
-def test_what_cannot_be_read_is_never_removed(folder, writer, told, monkeypatch, error):
+def test_a_checkpoint_that_cannot_be_read_is_never_removed(folder, writer, notes, monkeypatch, error):
     one = writer(keep=5)
     for step in (30, 60, 90, 120, 180):
         one.save(*of(step))
     one.close()
-    flip(folder / file_of(90), -1)  # bad, but nobody can know
+    flip(folder / file_of(90), -1)  # damaged, but this cannot be known yet
     again = writer(keep=1)
     with monkeypatch.context() as for_now:
         fail_to_open(for_now, *(folder / file_of(step) for step in (30, 90, 180)), error=error)
@@ -352,10 +352,10 @@ def test_what_cannot_be_read_is_never_removed(folder, writer, told, monkeypatch,
         assert again.wait()
     assert names(folder) == [file_of(step) for step in (30, 90, 130, 180)]
     assert is_of(load_latest(folder, pytest.fail), 180)
-    assert not told
+    assert not notes
 
 
-def test_a_damaged_one_does_not_push_out_a_good_one(folder, writer):
+def test_a_damaged_checkpoint_does_not_count_towards_keep(folder, writer):
     one = writer(keep=3)
     for step in (30, 60, 120):
         one.save(*of(step))
@@ -367,7 +367,7 @@ def test_a_damaged_one_does_not_push_out_a_good_one(folder, writer):
     assert names(folder) == [file_of(60), file_of(180)]
 
 
-def test_the_same_step_again_replaces(folder, writer):
+def test_saving_the_same_step_again_replaces_the_file(folder, writer):
     one = writer()
     one.save(9, {"old": torch.ones(3)}, {})
     one.save(*of(9))
@@ -381,7 +381,7 @@ def sized(at: str, size: int) -> int:
 
 @pytest.fixture
 def two(folder: Path, writer: MakeWriter) -> Path:
-    """A folder with a good checkpoint of step 60 and one of step 120, to be damaged: its path."""
+    """A folder with good checkpoints of steps 60 and 120; returns the path of the latter, to be damaged."""
     one = writer()
     one.save(*of(60))
     one.save(*of(120))
@@ -391,10 +391,10 @@ def two(folder: Path, writer: MakeWriter) -> Path:
 
 
 def uses_the_one_before(folder: Path, why: str = "") -> bool:
-    told: list[str] = []
-    found = load_latest(folder, told.append)
-    (line,) = told
-    begin, end = "checkpoint step-000000120 is damaged (", "): using the one before it"
+    notes: list[str] = []
+    found = load_latest(folder, notes.append)
+    (line,) = notes
+    begin, end = "checkpoint step-000000120 is damaged (", "): using the previous one"
     assert line.startswith(begin + why), line
     assert line.endswith(end), line
     assert "\n" not in line
@@ -404,15 +404,15 @@ def uses_the_one_before(folder: Path, why: str = "") -> bool:
 @pytest.mark.parametrize("at", ["0", "1", "8", "in the header", "in the tensors", "one byte less"])
 def test_a_truncated_file_is_damaged(folder, two, at):
     os.truncate(two, sized(at, two.stat().st_size))
-    assert uses_the_one_before(folder, "it does not begin like a checkpoint" if at in "01" else "it is cut short")
+    assert uses_the_one_before(folder, "it does not start like a checkpoint" if at in "01" else "it is cut short")
 
 
-def test_a_file_with_more_at_its_end_is_damaged(folder, two):
+def test_a_file_with_extra_bytes_at_its_end_is_damaged(folder, two):
     two.write_bytes(two.read_bytes() + b"\0")
     assert uses_the_one_before(folder, "its checksum does not match")
 
 
-def test_one_flipped_bit_anywhere_is_damage(folder, two):
+def test_a_file_with_one_flipped_bit_is_damaged(folder, two):
     size = two.stat().st_size
     length = int.from_bytes(two.read_bytes()[:8], "little")
     for place in [*range(8 + length), *range(8 + length, size, 97), size - 1]:
@@ -423,7 +423,7 @@ def test_one_flipped_bit_anywhere_is_damage(folder, two):
 
 
 @pytest.mark.parametrize("hole", [512, 4096])
-def test_a_block_that_became_zeros_is_damage(folder, writer, hole):
+def test_a_file_with_a_block_of_zeros_is_damaged(folder, writer, hole):
     one = writer()
     one.save(*of(60))
     one.save(120, {"weights": torch.rand(5000)}, {})
@@ -436,12 +436,12 @@ def test_a_block_that_became_zeros_is_damage(folder, writer, hole):
 
 def test_a_renamed_file_is_damaged(folder, two):
     (folder / file_of(60)).rename(two)
-    told: list[str] = []
-    assert load_latest(folder, told.append) is None
-    assert told == ["checkpoint step-000000120 is damaged (it is of step 60): no other is there"]
+    notes: list[str] = []
+    assert load_latest(folder, notes.append) is None
+    assert notes == ["checkpoint step-000000120 is damaged (it belongs to step 60): there is no other"]
 
 
-def test_a_file_of_another_format_is_an_error_and_stays(folder, writer, told, monkeypatch):
+def test_a_file_of_another_format_is_an_error_and_stays(folder, writer, notes, monkeypatch):
     one = writer(keep=1)
     one.save(*of(60))
     assert one.wait()
@@ -454,17 +454,17 @@ def test_a_file_of_another_format_is_an_error_and_stays(folder, writer, told, mo
     with pytest.raises(CheckpointError) as caught:
         load_latest(folder, pytest.fail)
     assert str(caught.value) == (
-        f"cannot read checkpoint step-000000120 in {folder}: it has format 2, and this Paceline reads 1; "
-        "use the Paceline that wrote it, or remove it to start over"
+        f"cannot read checkpoint step-000000120 in {folder}: it has format 2, but this version reads format 1; "
+        "use the version of Paceline that wrote it, or remove it to start over"
     )
     again = writer(keep=1)
     again.save(*of(130))
     assert again.wait()
     assert names(folder) == [new.name, file_of(130)]
     (folder / file_of(130)).unlink()
-    flip(new, -1)  # of no format at all
-    assert load_latest(folder, told.append) is None
-    assert told == ["checkpoint step-000000120 is damaged (its checksum does not match): no other is there"]
+    flip(new, -1)  # now it has no valid format
+    assert load_latest(folder, notes.append) is None
+    assert notes == ["checkpoint step-000000120 is damaged (its checksum does not match): there is no other"]
 
 
 class Bomb:
@@ -478,7 +478,7 @@ class Bomb:
 def test_a_pickle_in_disguise_is_not_run(folder, two, tmp_path):
     marker = tmp_path / "marker"
     pickle.loads(pickle.dumps(Bomb(marker)))
-    marker.rmdir()  # it works, so what follows means something
+    marker.rmdir()  # it works, so the test below means something
     bomb = Bomb(marker)
     two.write_bytes(pickle.dumps(bomb))
     assert uses_the_one_before(folder)
@@ -490,7 +490,7 @@ def test_a_pickle_in_disguise_is_not_run(folder, two, tmp_path):
 
 
 def whole(about: dict[str, str], entries: dict[str, Any], data: bytes = b"") -> bytes:
-    """A file with a header of our kind."""
+    """A file with a header like ours."""
     header = json.dumps(
         {"__metadata__": {"sha256": "0" * 64, "format": "1", **about}, **entries}, separators=(",", ":")
     ).encode()
@@ -516,32 +516,32 @@ def whole(about: dict[str, str], entries: dict[str, Any], data: bytes = b"") -> 
         whole({}, {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, bytes(4)),
     ],
 )
-def test_garbage_is_damage(folder, two, data):
+def test_garbage_is_damaged(folder, two, data):
     two.write_bytes(data)
     assert uses_the_one_before(folder)
 
 
-def test_a_gigantic_file_of_nothing_is_not_read(folder, two):
+def test_a_huge_sparse_file_is_not_read(folder, two):
     header = whole({}, {"x": {"dtype": "U8", "shape": [1 << 40]}})
-    no_begin = "it does not begin like a checkpoint"
+    no_begin = "it does not start like a checkpoint"
     for begin, why in ((b"garbage!", no_begin), ((1 << 39).to_bytes(8, "little"), no_begin), (header, "it is cut short")):
         two.write_bytes(begin)
-        os.truncate(two, (1 << 40) - 1)  # sparse: it takes no room
+        os.truncate(two, (1 << 40) - 1)  # sparse: it takes no space
         assert uses_the_one_before(folder, why)
 
 
-def test_a_bad_sector_is_damage(folder, two, monkeypatch):
+def test_a_bad_sector_counts_as_damage(folder, two, monkeypatch):
     fail_to_open(monkeypatch, two, error=OSError(errno.EIO, os.strerror(errno.EIO)))
     assert uses_the_one_before(folder, "Input/output error")
 
 
-def test_one_that_vanishes_is_passed_over_in_silence(folder, two, monkeypatch):
+def test_a_checkpoint_that_disappears_is_skipped_silently(folder, two, monkeypatch):
     fail_to_open(monkeypatch, two, error=FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
     assert is_of(load_latest(folder, pytest.fail), 60)
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ESTALE])
-@pytest.mark.parametrize(("step", "then"), [(120, "go on from the one before"), (60, "start over")])
+@pytest.mark.parametrize(("step", "then"), [(120, "resume from the previous one"), (60, "start over")])
 def test_a_file_that_cannot_be_read_is_an_error_not_damage(folder, two, monkeypatch, code, step, then):
     if step == 60:
         two.unlink()
@@ -553,7 +553,7 @@ def test_a_file_that_cannot_be_read_is_an_error_not_damage(folder, two, monkeypa
     )
 
 
-def test_memory_that_python_lacks_is_an_error_not_damage(folder, two, monkeypatch):
+def test_out_of_memory_in_python_is_an_error_not_damage(folder, two, monkeypatch):
     fail_to_open(monkeypatch, two, error=MemoryError())
     with pytest.raises(
         CheckpointError, match=r"^cannot read checkpoint step-000000120 in .*: out of memory; free some and resume$"
@@ -561,7 +561,7 @@ def test_memory_that_python_lacks_is_an_error_not_damage(folder, two, monkeypatc
         load_latest(folder, pytest.fail)
 
 
-def test_memory_that_torch_lacks_is_an_error_not_damage(tmp_path):
+def test_out_of_memory_in_torch_is_an_error_not_damage(tmp_path):
     """A real allocation that fails: the address space has no room for a tensor of 400 MB."""
     lines = child(
         """
@@ -585,20 +585,20 @@ print(load_latest(here, print).step)
     assert lines == ["cannot read checkpoint step-000000120 in here: out of memory; free some and resume", "120"]
 
 
-def test_all_damaged_is_none_with_a_line_each(folder, two, told):
+def test_if_all_are_damaged_there_is_none_and_a_line_for_each(folder, two, notes):
     for path in folder.iterdir():
         os.truncate(path, 900)
     before = names(folder)
-    assert load_latest(folder, told.append) is None
-    assert told == [
-        "checkpoint step-000000120 is damaged (it is cut short): using the one before it",
-        "checkpoint step-000000060 is damaged (it is cut short): no other is there",
+    assert load_latest(folder, notes.append) is None
+    assert notes == [
+        "checkpoint step-000000120 is damaged (it is cut short): using the previous one",
+        "checkpoint step-000000060 is damaged (it is cut short): there is no other",
     ]
     assert names(folder) == before
 
 
 @pytest.mark.parametrize(("code", "text"), [(errno.ENOSPC, "No space left on device"), (errno.EIO, "Input/output error")])
-def test_a_failed_write_is_one_line_and_costs_nothing(folder, writer, told, monkeypatch, code, text):
+def test_a_failed_write_is_one_line_and_loses_nothing(folder, writer, notes, monkeypatch, code, text):
     def fail(_: int) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -607,44 +607,46 @@ def test_a_failed_write_is_one_line_and_costs_nothing(folder, writer, told, monk
         full.setattr(os, "fsync", fail)
         one.save(*of(30))
         assert not one.wait()
-    assert told == [f"could not write the checkpoint at step 30: {text}; training goes on, there is none yet"]
+    assert notes == [f"could not write the checkpoint at step 30: {text}; training continues, no checkpoint exists yet"]
     assert names(folder) == []
     one.save(*of(60))
     assert one.wait()
-    told.clear()
+    notes.clear()
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", fail)
         one.save(*of(120))
         assert not one.wait()
-    assert told == [f"could not write the checkpoint at step 120: {text}; training goes on, the last good one is step 60"]
+    assert notes == [
+        f"could not write the checkpoint at step 120: {text}; training continues, the last good checkpoint is step 60"
+    ]
     assert names(folder) == [file_of(60)]
     one.save(*of(180))
     assert one.wait()
     assert names(folder) == [file_of(180)]
-    assert len(told) == 1
+    assert len(notes) == 1
 
 
-def test_a_damaged_one_is_not_called_the_last_good_one(folder, two, writer, told):
+def test_a_damaged_checkpoint_is_not_called_the_last_good_one(folder, two, writer, notes):
     flip(two, -1)
     one = writer()
     one.save(180, {"x": torch.zeros(3, dtype=torch.complex128)}, {})
     assert not one.wait()
-    (line,) = told
+    (line,) = notes
     assert line == (
-        "could not write the checkpoint at step 180: x is of torch.complex128, which the safetensors format has no name for; "
-        "training goes on, the last good one is step 60"
+        "could not write the checkpoint at step 180: x has dtype torch.complex128, which the safetensors format does not"
+        " support; training continues, the last good checkpoint is step 60"
     )
 
 
-def test_facts_too_large_for_other_readers_are_refused(writer, told, monkeypatch):
+def test_facts_too_large_for_other_readers_are_refused(writer, notes, monkeypatch):
     monkeypatch.setattr(checkpoint, "_HEADER_LIMIT_BYTES", 1000)
     one = writer()
     one.save(1, {}, {"much": "x" * 2000})
     assert not one.wait()
-    assert "keep large facts in tensors; training goes on, there is none yet" in told[0]
+    assert "keep large facts in tensors; training continues, no checkpoint exists yet" in notes[0]
 
 
-def test_an_old_one_that_cannot_be_removed_is_told_and_the_new_one_counts(folder, writer, told, monkeypatch):
+def test_failing_to_remove_an_old_checkpoint_is_noted_and_the_new_one_counts(folder, writer, notes, monkeypatch):
     one = writer(keep=1)
     one.save(*of(1))
     assert one.wait()
@@ -658,11 +660,11 @@ def test_an_old_one_that_cannot_be_removed_is_told_and_the_new_one_counts(folder
     monkeypatch.setattr(Path, "unlink", refuse)
     one.save(*of(2))
     assert one.wait()
-    assert told == ["could not remove old checkpoints after step 2: Permission denied"]
+    assert notes == ["could not remove old checkpoints after step 2: Permission denied"]
     assert is_of(load_latest(folder, pytest.fail), 2)
 
 
-def test_nobody_to_tell_does_not_end_the_thread(folder, monkeypatch):
+def test_a_failing_notify_does_not_end_the_thread(folder, monkeypatch):
     def closed(_: str) -> None:
         raise BrokenPipeError
 
@@ -693,31 +695,31 @@ def test_close_ends_the_thread(folder):
         one.save(*of(2))
 
 
-def test_a_file_in_the_way_is_one_line(tmp_path, told):
+def test_a_file_in_the_way_is_one_line(tmp_path, notes):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="it is a file, not a folder; choose another folder"):
-        Writer(tmp_path / "file", 1, told.append)
+        Writer(tmp_path / "file", 1, notes.append)
     with pytest.raises(CheckpointError, match="Not a directory; choose another folder"):
-        Writer(tmp_path / "file" / "below", 1, told.append)
+        Writer(tmp_path / "file" / "below", 1, notes.append)
     with pytest.raises(CheckpointError, match=r"cannot read checkpoints in .*file: Not a directory"):
-        load_latest(tmp_path / "file", told.append)
+        load_latest(tmp_path / "file", notes.append)
     assert (tmp_path / "file").read_text() == "mine"
-    assert not told
+    assert not notes
 
 
-def test_a_folder_that_went_away_is_one_line(folder, writer, told):
+def test_a_folder_that_was_removed_is_one_line(folder, writer, notes):
     one = writer()
     folder.rmdir()
     one.save(*of(1))
     assert not one.wait()
-    assert len(told) == 1
+    assert len(notes) == 1
     folder.mkdir()
     one.save(*of(2))
     assert one.wait()
 
 
-def test_the_disk_has_it_before_it_has_the_name_and_before_others_go(folder, writer, monkeypatch):
-    """What a power loss would show: each step is on disk before the next one relies on it."""
+def test_a_checkpoint_is_synced_before_it_is_renamed_and_before_old_ones_are_removed(folder, writer, monkeypatch):
+    """For a power loss: each operation is on disk before the next one relies on it."""
     order: list[str] = []
     fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
 
@@ -748,15 +750,16 @@ def test_the_disk_has_it_before_it_has_the_name_and_before_others_go(folder, wri
 
 
 def child(body: str, folder: Path) -> list[str]:
-    """Run code in a process of its own, in the folder; what it printed."""
+    """Run code in a separate process, in the folder; returns the lines it printed."""
     begin = "import os, random, resource, shutil, signal, sys, threading, torch\nfrom pathlib import Path\n"
-    begin += "from paceline import checkpoint\nfrom paceline.training.checkpoint.file import *\ntorch.set_num_threads(1)\n"
+    begin += "from paceline.training.checkpoint import file as checkpoint\nfrom paceline.training.checkpoint.file import *\n"
+    begin += "torch.set_num_threads(1)\n"
     done = run([sys.executable, "-c", f"{begin}os.chdir({str(folder)!r})\n{body}"])
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-def test_a_disk_that_refuses_large_files_for_a_while(tmp_path):
+def test_a_disk_that_refuses_large_files_for_some_time(tmp_path):
     """A real failing write: beyond RLIMIT_FSIZE it ends with EFBIG (Python ignores SIGXFSZ)."""
     lines = child(
         """
@@ -779,7 +782,7 @@ print(found.step, found.facts, torch.equal(found.tensors["x"], tensors["x"]))
 """,
         tmp_path,
     )
-    text = "could not write the checkpoint at step {}: File too large; training goes on, the last good one is step 60"
+    text = "could not write the checkpoint at step {}: File too large; training continues, the last good checkpoint is step 60"
     assert lines == [
         "True",
         text.format(120),
@@ -827,7 +830,7 @@ except CheckpointError as error:
         "True",
         "cannot write checkpoints in here: Permission denied; choose another folder",
         "cannot write checkpoints in here/below: Permission denied; choose another folder",
-        "could not write the checkpoint at step 2: Permission denied; training goes on, the last good one is step 1",
+        "could not write the checkpoint at step 2: Permission denied; training continues, the last good checkpoint is step 1",
         "False",
         "cannot read checkpoint step-000000001 in later: Permission denied; make it readable, or remove it to start over",
     ]
@@ -858,7 +861,7 @@ def killed(trace=None, delay_s=None):
     pid = os.fork()
     if not pid:
         try:
-            threading.settrace(trace)  # of threads that start from here on: the writer's
+            threading.settrace(trace)  # for threads started from now on: the writer's
             save_until_killed(theirs)
         finally:
             os._exit(3)
@@ -866,7 +869,7 @@ def killed(trace=None, delay_s=None):
     known = b""
     if delay_s is not None:
         known = os.read(ours, 8)
-        threading.Event().wait(delay_s)  # not for anything to happen: any moment will do
+        threading.Event().wait(delay_s)  # not for an event: any moment will do
         os.kill(pid, signal.SIGKILL)
     while more := os.read(ours, 8):
         known = more
@@ -881,8 +884,8 @@ def killed(trace=None, delay_s=None):
 """
 
 
-def test_a_kill_at_any_line_leaves_a_whole_one(tmp_path):
-    """The writer's thread is killed at its first line, its second, and so on through a save, its pruning and the next save."""
+def test_a_kill_at_any_line_leaves_a_complete_checkpoint(tmp_path):
+    """Killed at the writer thread's first line, its second, and so on through a save, its pruning and the next save."""
     lines = child(
         KILLED
         + """
@@ -907,12 +910,12 @@ print("kills", kills)
 """,
         tmp_path,
     )
-    (line,) = lines  # and nothing was told
+    (line,) = lines  # and there were no notes
     assert int(line.removeprefix("kills ")) > 100
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path):
-    """As above, inside the calls that write: 4 MB each, so that most kills come in the middle of one."""
+def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
+    """As above, but inside the write calls: 4 MB each, so most kills come in the middle of one."""
     lines = child(
         KILLED
         + """
@@ -928,11 +931,11 @@ print("done")
 """,
         tmp_path,
     )
-    assert lines == ["done"]  # and nothing was told
+    assert lines == ["done"]  # and there were no notes
 
 
-def test_a_file_has_its_name_only_once_it_is_whole_and_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rename is the one step that makes a checkpoint: cut off just before it, there is none."""
+def test_a_file_gets_its_name_only_once_it_is_complete_and_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rename is what makes a checkpoint: if the process stops just before it, there is none."""
     synced: list[bool] = []
     fsync = os.fsync
 
@@ -945,11 +948,11 @@ def test_a_file_has_its_name_only_once_it_is_whole_and_synced(tmp_path: Path, mo
 
     monkeypatch.setattr(os, "fsync", watched)
     monkeypatch.setattr(os, "replace", cut_off)
-    told: list[str] = []
-    writer = Writer(tmp_path, 2, told.append)
+    notes: list[str] = []
+    writer = Writer(tmp_path, 2, notes.append)
     writer.save(1, {"x": torch.ones(3)}, {})
     assert not writer.wait()
     writer.close()
     assert synced == [False], "named before it was synced, or not synced at all"
     assert list(tmp_path.iterdir()) == []
-    assert load_latest(tmp_path, told.append) is None
+    assert load_latest(tmp_path, notes.append) is None
