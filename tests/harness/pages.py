@@ -13,7 +13,7 @@ CONTRACT = {
     **{"k": 2.0, "lr_rule": "linear", "peak_lr": 0.1, "optimizer": "sgd Nesterov 0.9", "schedule": "one-cycle by step"},
     **{"warmup": "over 22 steps", "steps_per_epoch": 20, "epochs": 3, "total_steps": 60, "seed": 0, "loader": "on the device"},
 }
-PARTS = {"input": 0.001, "compute": 0.02, "communication": 0.004, "waiting": 0.002, "optimizer": 0.002, "other": 0.001}
+COMPONENTS_S = {"input": 0.001, "compute": 0.02, "communication": 0.004, "waiting": 0.002, "optimizer": 0.002, "other": 0.001}
 
 
 def make_train(path: Path, *, accuracy: float = 0.88, status: str = "done", **contract: Any) -> Path:
@@ -41,7 +41,7 @@ def make_train(path: Path, *, accuracy: float = 0.88, status: str = "done", **co
                     "kind": "health",
                     **ended,
                     "step_s": 0.03,
-                    "components_s": PARTS,
+                    "components_s": COMPONENTS_S,
                     "slowest": 1,
                     "lag_s": 0.002,
                     "memory_bytes": 4e8,
@@ -109,7 +109,12 @@ def make_scale(path: Path) -> Path:
             {
                 **{"workers": workers, "virtual_workers": workers, "global_batch": 128 * workers, "samples_per_s": speed},
                 **{"low": speed * 0.95, "high": speed * 1.02, "speed_up": workers * efficiency, "efficiency": efficiency},
-                **{"contract": {**CONTRACT, "workers": workers}, "step_s": 0.03, "components_s": PARTS, "windows": [speed]},
+                **{
+                    "contract": {**CONTRACT, "workers": workers},
+                    "step_s": 0.03,
+                    "components_s": COMPONENTS_S,
+                    "windows": [speed],
+                },
             }
         )
     links = [{"workers": 2, "bytes": size, "s": 0.001 + size / 1e9} for size in (4, 1 << 20)]

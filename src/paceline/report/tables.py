@@ -1,26 +1,25 @@
-"""Scaling measurements, study results and a loss surface, as the page shows them: only what can be trusted to be a number."""
+"""Scaling measurements, study results and loss surfaces as the page shows them, with every number checked."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.records import COMPONENTS, unit_of
+from paceline.output import plural
+from paceline.records import COMPONENTS, Status, unit_of
 from paceline.report.series import number, short, text
 from paceline.spread import LEGEND, deviation, mean, median
-from paceline.study.results import GOOD, compare_arm, difference_words, final_values, spread_words
-
-"""What a step's time is divided into, in the order it is drawn."""
+from paceline.study.results import compare_arm, difference_words, final_values, spread_words
 
 _MOST_SIDE = 400  # points along one side of a landscape
 
 
 def view_scale(found: Mapping[str, Any], problems: list[str]) -> dict[str, Any] | None:
-    """A scale.json: its counts in order, its links, its advice."""
+    """A scale.json: its worker counts in order, its links and its advice."""
     counts = _list(found.get("counts"))
     rows = [row for row in map(_count, counts) if row]
     if not rows:
-        problems.append("scale.json holds no counts: the measurement did not come to its first one")
+        problems.append("scale.json has no worker counts: the measurement ended before its first one")
     elif len(rows) < len(counts):
-        problems.append(f"scale.json: {len(counts) - len(rows)} of {len(counts)} counts cannot be read")
+        problems.append(f"scale.json: {len(counts) - len(rows)} of {plural(len(counts), 'worker count')} cannot be read")
     return {
         "task": text(found.get("task"), 200),
         "mode": text(found.get("mode"), 40),
@@ -32,24 +31,24 @@ def view_scale(found: Mapping[str, Any], problems: list[str]) -> dict[str, Any] 
 
 
 def view_study(results: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """A study's results: for each arm its seeds' values, their spread, and the verdict against the reference."""
+    """A study's results. For each arm: the value of each seed, their spread, and the verdict against the reference."""
     study, metric = results["study"], results["metric"]
     reference, margin, target = study["reference"], number(study["margin"]) or 0.0, number(study["target_accuracy"])
     values = final_values(results, reference)
     planned = _planned(study)
-    ended = sum(run["status"] in GOOD or run["status"] == "diverged" for run in results["runs"])
-    lost = [run for run in results["runs"] if run["status"] not in GOOD]
+    ended = sum(_is_good(run) or run["status"] == Status.DIVERGED for run in results["runs"])
+    lost = [run for run in results["runs"] if not _is_good(run)]
     problems += [
         f"{text(run['arm'], 80)}, seed {run.get('seed')}: {text(run.get('why') or run['status'], 300)}" for run in lost
     ]
     words = f"{100 * margin:g} points" if metric == "accuracy" else f"{margin:g}"
     legend = (
-        f"{text(metric).capitalize()} of the last validation, failed runs left out. Difference [90% interval], margin {words}."
+        f"{text(metric).capitalize()} at the last validation, without failed runs. Difference [90% interval], margin {words}."
     )
     legend += f" {LEGEND[0].upper()}{LEGEND[1:]}."
     shared = number(results.get("per_device")) or 1
     if shared > 1:
-        legend += f" Runs shared a device {shared:.0f} at a time, so their times are longer than those of a run by itself."
+        legend += f" {shared:.0f} runs shared a device at a time, so each took longer than a run alone on its device."
     return {
         "name": text(study.get("name"), 200),
         "task": text(study.get("task"), 200),
@@ -68,15 +67,15 @@ def view_study(results: Mapping[str, Any], problems: list[str]) -> dict[str, Any
 
 
 def view_landscape(found: Any, problems: list[str]) -> dict[str, Any] | None:
-    """A landscape.json: losses over a grid; None, with a problem said, where sizes do not fit."""
+    """A landscape.json: losses over a grid; None, with a problem, where the sizes do not match."""
     if not isinstance(found, dict):
-        problems.append("landscape.json holds no landscape")
+        problems.append("landscape.json is not a landscape")
         return None
     x, y, rows = (_list(found.get(name)) for name in ("x", "y", "loss"))
     loss = [[_rounded(value) for value in row] for row in rows if isinstance(row, list)]
     fits = x and y and len(loss) == len(y) and all(len(row) == len(x) for row in loss)
     if not fits or max(len(x), len(y)) > _MOST_SIDE:
-        problems.append(f"landscape.json: x, y and loss do not fit together (at most {_MOST_SIDE} points a side are drawn)")
+        problems.append(f"landscape.json: the sizes of x, y and loss do not match, or are above {_MOST_SIDE} points per side")
         return None
     return {
         "x": [_rounded(value) for value in x],
@@ -86,12 +85,17 @@ def view_landscape(found: Any, problems: list[str]) -> dict[str, Any] | None:
     }
 
 
-def parts_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """The parts of a step in seconds, ours first and in order, unknown ones after them."""
+def components_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The components of a step in seconds, in the order they are drawn."""
     found = row.get("components_s")
-    found = {text(name, 40): number(value) for name, value in found.items()} if isinstance(found, dict) else {}
-    ordered = [*(name for name in COMPONENTS if name in found), *(name for name in found if name not in COMPONENTS)]
-    return {name: value for name in ordered if (value := found[name]) is not None}
+    listed = found.items() if isinstance(found, dict) else ()
+    return order_components({text(name, 40): s for name, value in listed if (s := number(value)) is not None})
+
+
+def order_components(components: Mapping[str, float]) -> dict[str, float]:
+    """Components in the order of `records.COMPONENTS`, then those it does not know."""
+    names = [*(name for name in COMPONENTS if name in components), *(name for name in components if name not in COMPONENTS)]
+    return {name: components[name] for name in names}
 
 
 def _count(row: Any) -> dict[str, Any] | None:
@@ -109,7 +113,7 @@ def _count(row: Any) -> dict[str, Any] | None:
         "workers": int(workers),
         "samples_per_s": speed,
         **{name: number(row.get(name)) for name in names},
-        "components_s": parts_of(row),
+        "components_s": components_of(row),
         "windows": len(_list(row.get("windows"))) or None,
         "memory_bytes": max((each for each in memory if each is not None), default=None),
         "buckets": len(_list(row.get("buckets"))) or None,
@@ -132,7 +136,7 @@ def _arm(results: Mapping[str, Any], arm: str, target: float | None) -> dict[str
     facts: Mapping[str, Any] = next((run["contract"] for run in runs if run["contract"]), {})
     found = compare_arm(results, arm)
     is_reference = arm == results["study"]["reference"]
-    good = [run for run in runs if run["status"] in GOOD]
+    good = [run for run in runs if _is_good(run)]
     times = [run["time_to_target_s"] for run in good if run["time_to_target_s"] is not None]
     speeds = [speed for run in good if (speed := number(run.get("samples_per_s")))]
     return {
@@ -152,6 +156,10 @@ def _arm(results: Mapping[str, Any], arm: str, target: float | None) -> dict[str
         "difference": "" if is_reference else difference_words(found, results["metric"]).rpartition(": ")[0],
         **{name: number(facts.get(name)) for name in ("global_batch", "virtual_workers", "peak_lr")},
     }
+
+
+def _is_good(run: Mapping[str, Any]) -> bool:
+    return Status(run["status"]).good
 
 
 def _rounded(value: Any) -> float | int | None:

@@ -141,7 +141,7 @@ def test_this_machines_names_are_let_in(served: BoardServer, host: str) -> None:
 def test_only_looking_is_allowed(served: BoardServer, method: str) -> None:
     for path in ("/", "/events", "/nowhere"):
         status, headers, text = ask(served, path, method)
-        assert (status, text) == (405, "a board is only for looking: GET and HEAD\n")
+        assert (status, text) == (405, "the board is read-only: GET and HEAD\n")
         assert "content-security-policy" in headers
 
 
@@ -306,6 +306,21 @@ def test_who_comes_late_is_told_no_row_twice(root: Path) -> None:
     end_run(live)
 
 
+def test_a_validation_sends_its_rows_and_not_the_whole_record(root: Path) -> None:
+    """An epoch's end also changes course.csv, which says nothing that the epoch's row does not."""
+    live = begin_run(root, "live")
+    add_steps(live, 1, 9)
+    with serving(root) as server, Stream(server, "run=live") as stream:
+        stream.until("source")
+        live.course_row({"time_s": 1.0, "val_accuracy": 0.5})
+        add_steps(live, 10, 10)
+        stream.until("rows", lambda told: bool(told["rows"]["epoch"]))
+        add_steps(live, 11, 11)
+        stream.until("rows", lambda told: told["rows"]["step"].get("step") == [11])
+        assert stream.said.count("event: source") == 1
+    end_run(live)
+
+
 def test_new_and_removed_runs_are_told(root: Path) -> None:
     with serving(root) as server, Stream(server) as stream:
         assert [run["name"] for run in stream.until("runs")["changed"]] == ["one"]
@@ -360,7 +375,7 @@ def test_ctrl_c_is_a_good_end(root: Path) -> None:
     assert process.stdout is not None
     line = process.stdout.readline()
     url = line.removeprefix("board at ").partition(" ")[0]
-    assert line == f"board at {url} (Ctrl-C ends it)\n"
+    assert line == f"board at {url} (Ctrl-C to stop)\n"
     connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=TIMEOUT_S)
     connection.request("GET", "/events")
     assert connection.getresponse().readline().startswith(b"event: runs")
@@ -371,13 +386,17 @@ def test_ctrl_c_is_a_good_end(root: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_one_line(root: Path) -> None:
-    with listen("127.0.0.1", 0) as taken, pytest.raises(UsageError, match=r"port \d+ is taken.*--port 0"):
+    with listen("127.0.0.1", 0) as taken, pytest.raises(UsageError, match=r"port \d+ is in use.*--port 0"):
         board_verb(str(root), "127.0.0.1", taken.getsockname()[1])
 
 
 @pytest.mark.parametrize(
     ("host", "port", "said"),
-    [("127.0.0.1", 70000, "--port is 70000"), ("no.such.host.invalid", 0, "no address"), ("203.0.113.1", 0, "cannot listen")],
+    [
+        ("127.0.0.1", 70000, "--port is 70000"),
+        ("no.such.host.invalid", 0, "not an address"),
+        ("203.0.113.1", 0, "cannot listen"),
+    ],
 )
 def test_an_address_that_cannot_be_is_one_line(root: Path, host: str, port: int, said: str) -> None:
     with pytest.raises(UsageError, match=said):
@@ -385,7 +404,7 @@ def test_an_address_that_cannot_be_is_one_line(root: Path, host: str, port: int,
 
 
 def test_no_folder_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"does not exist; make a run first \(paceline train"):
+    with pytest.raises(UsageError, match=r"does not exist; train first \(paceline train"):
         board_verb(str(tmp_path / "runs"), "127.0.0.1", 0)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file"):

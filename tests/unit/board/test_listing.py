@@ -11,7 +11,7 @@ import pytest
 
 from harness.boards import add_steps, begin_run, end_run, make_run
 from paceline.board.listing import Listing, Tail
-from paceline.report.read import read_summary
+from paceline.board.summaries import read_summary
 
 
 class Counted:

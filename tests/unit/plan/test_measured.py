@@ -6,7 +6,8 @@ import pytest
 
 from paceline.errors import RecordError
 from paceline.plan.fields import own_flags
-from paceline.plan.measured import PARTS, read_measured
+from paceline.plan.measured import read_measured
+from paceline.records import COMPONENTS
 
 Make = Callable[..., Path]
 
@@ -112,7 +113,7 @@ def test_a_broken_record_is_one_line(make_training: Make, spoil: Callable[[Path]
         ("buckets", [{"bytes": "many", "ready": 1}], "bytes is 'many'"),
         ("components_s", {}, "no 'input'"),
         ("components_s", 5, "it does not hold what a record does"),
-        ("components_s", dict.fromkeys(PARTS, 0), "components_s are all 0"),
+        ("components_s", dict.fromkeys(COMPONENTS, 0), "components_s are all 0"),
         ("contract", {"epochs": 5, "steps_per_epoch": 0, "global_batch": 128}, "steps_per_epoch is 0"),
         ("contract", {"epochs": 5, "steps_per_epoch": 47, "global_batch": 128, "train_samples": -5}, "train_samples is -5"),
     ],

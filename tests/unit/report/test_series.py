@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from paceline.records import read_metrics
 from paceline.report.series import MOST_ROWS, Columns, number, read_metrics_columns, short, text, thin
 
 
@@ -27,7 +30,7 @@ def test_rows_become_columns_with_gaps_where_a_row_had_no_number(tmp_path: Path)
     assert thin(found.step)["noise_scale"] == [None, None, 7]
 
 
-def test_parts_of_a_step_are_columns_of_their_own_in_the_order_written(tmp_path: Path) -> None:
+def test_components_of_a_step_are_columns_of_their_own_in_the_order_written(tmp_path: Path) -> None:
     row = {"kind": "health", "step": 1, "components_s": {"input": 0.1, "compute": 0.5, "other": "nan"}, "slowest": None}
     found = read_metrics_columns(write(tmp_path / "m", row))
     assert list(found.health.values) == ["step", "components_s.input", "components_s.compute"]
@@ -45,6 +48,23 @@ def test_what_a_resumed_run_did_again_is_there_once(tmp_path: Path) -> None:
     assert thin(found.step)["loss"] == [None, 5, 3]
     assert thin(found.epoch)["val_loss"] == [2]
     assert found.notes == ["resumed from step 2 on 3 workers"]
+
+
+@given(rows=st.lists(st.tuples(st.sampled_from(["step", "epoch", "health", "resume"]), st.integers(0, 4)), max_size=12))
+def test_the_same_rows_are_left_out_as_by_read_metrics(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
+    path = tmp_path_factory.mktemp("record")
+    write(path / "metrics.jsonl", *({"kind": kind, "step": at, "place": place} for place, (kind, at) in enumerate(rows)))
+    found = read_metrics_columns(path / "metrics.jsonl")
+    for kind in ("step", "epoch", "health"):
+        kept = [row["place"] for row in read_metrics(path) if row["kind"] == kind]
+        assert thin(getattr(found, kind)).get("place", []) == kept
+
+
+def test_rows_after_an_end_are_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", step(1), step(2), step(3))
+    line = path.stat().st_size // 3
+    assert thin(read_metrics_columns(path, end=2 * line).step)["step"] == [1, 2]
+    assert read_metrics_columns(path, end=0).step.count == 0
 
 
 def test_lines_that_are_no_rows_are_counted_but_not_the_one_being_written(tmp_path: Path) -> None:
