@@ -72,6 +72,8 @@ def contract_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     known = {name: value for name, value in facts.items() if isinstance(value, str | int | float)}
     lines = []
     for what, line in _LINES.items():
+        if what == "resumed" and "resumed_at" not in known:
+            continue
         fields = [name for name in signature(line).parameters if name in known]
         try:
             text = line(**{name: known[name] for name in fields})
@@ -108,8 +110,8 @@ def _device(devices: str, backend: str, precision: str, reduce: str) -> str:
     return f"{devices}, backend {backend}, {precision}, reduce {reduce}"
 
 
-def _resumed(total_steps: int, record: str, resumed_at: int | None = None) -> str:
-    return "" if resumed_at is None else f"{record}, from step {resumed_at:,} of {total_steps:,}"
+def _resumed(record: str, resumed_at: int, total_steps: int) -> str:
+    return f"{record}, from step {resumed_at:,} of {total_steps:,}"
 
 
 _LINES: dict[str, Callable[..., str]] = {

@@ -1,4 +1,4 @@
-"""The board in a real browser: what is listed, chosen and compared, and what appears while runs train."""
+"""The board in a real browser: what is listed, selected and compared, and what appears while runs train."""
 
 import re
 import shutil
@@ -59,10 +59,10 @@ def wait_for_text(page: "Page", selector: str, wanted: list[str]) -> None:
     assert page.locator(selector).all_text_contents() == wanted
 
 
-def colours(page: "Page", *ids: str) -> list[str]:
+def colors(page: "Page", *ids: str) -> list[str]:
     """What the list paints these runs in."""
     rows = [page.locator(f'tbody tr[data-id="{id}"]') for id in ids]
-    return [row.evaluate("row => row.style.getPropertyValue('--colour')") for row in rows]
+    return [row.evaluate("row => row.style.getPropertyValue('--color')") for row in rows]
 
 
 def traces(page: "Page") -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ def wait_for_points(page: "Page", title: str, wanted: list[int]) -> None:
 @pytest.mark.usefixtures("no_charts")
 def test_lists_sorts_and_filters(page: "Page", url: str) -> None:
     page.goto(url)
-    expect(page.locator("#count")).to_have_text("4 runs shown, 1 chosen")
+    expect(page.locator("#count")).to_have_text("4 runs shown, 1 selected")
     wait_for_text(page, NAMES, ["gamma", "beta", "alpha", "study-x/arm-0"])  # the newest first
     head = page.get_by_role("columnheader", name="accuracy")
     head.get_by_role("button").click()
@@ -103,7 +103,7 @@ def test_lists_sorts_and_filters(page: "Page", url: str) -> None:
     expect(head).to_have_attribute("aria-sort", "ascending")
     page.get_by_role("searchbox").fill("lars")
     wait_for_text(page, NAMES, ["beta"])
-    expect(page.locator("#count")).to_have_text("1 run shown of 4, 1 chosen")
+    expect(page.locator("#count")).to_have_text("1 run shown of 4, 1 selected")
     page.get_by_role("searchbox").fill("no such run")
     expect(page.get_by_text("No run matches.")).to_be_visible()
     page.get_by_role("button", name="Clear the filter").click()
@@ -154,7 +154,7 @@ def test_a_point_appears_while_a_run_trains_and_its_status_changes(page: "Page",
     wait_for_points(page, "Loss", [40, 4])
 
 
-def test_runs_are_overlaid_in_colours_of_their_own_and_their_differences_shown(page: "Page", url: str) -> None:
+def test_runs_are_overlaid_in_colors_of_their_own_and_their_differences_shown(page: "Page", url: str) -> None:
     page.goto(f"{url}#run=alpha")
     wait_for_points(page, "Loss", [40, 4])
     assert sections(page) == ["Curves", "Contract", "Environment"]
@@ -166,28 +166,28 @@ def test_runs_are_overlaid_in_colours_of_their_own_and_their_differences_shown(p
     expect(table).to_contain_text("8,192")
     expect(table).to_contain_text("lars")
     expect(table).not_to_contain_text("cnn:width=8")
-    # The list's colours are the charts'.
+    # The list's colors are the charts'.
     lines = [trace["line"]["color"] for trace in traces(page)]
-    assert colours(page, "alpha", "beta") == [lines[0], lines[2]]
+    assert colors(page, "alpha", "beta") == [lines[0], lines[2]]
     page.locator('tbody tr[data-id="study-x/arm-0"] .c-pick').click(position={"x": 3, "y": 3})  # beside its box is as good
     wait_for_points(page, "Loss", [40, 4, 40, 4, 40, 4])
-    page.get_by_role("button", name="Take out study-x/arm-0").click()
+    page.get_by_role("button", name="Remove study-x/arm-0").click()
     wait_for_points(page, "Loss", [40, 4, 40, 4])
-    page.get_by_role("button", name="Take out alpha").click()
+    page.get_by_role("button", name="Remove alpha").click()
     wait_for_points(page, "Loss", [40, 4])
     wait_for_text(page, "h1", ["beta"])
     assert sections(page) == ["Curves", "Contract", "Environment"]
-    # Another takes the place of one that left, which then comes back: it shares its colour with nobody.
+    # Another takes the place of one that left, which then comes back: it shares its color with nobody.
     page.get_by_role("checkbox", name="Compare gamma").check()
     wait_for_points(page, "Loss", [40, 4, 40, 4])
-    assert colours(page, "gamma") == [lines[0]]  # which is free again
+    assert colors(page, "gamma") == [lines[0]]  # which is free again
     page.get_by_role("checkbox", name="Compare alpha").check()
     wait_for_points(page, "Loss", [40, 4, 40, 4, 40, 4])
     shown = traces(page)
     assert len({trace["uid"] for trace in shown}) == 6
-    assert colours(page, "beta", "gamma", "alpha") == [trace["line"]["color"] for trace in shown[::2]]
-    assert len(set(colours(page, "beta", "gamma", "alpha"))) == 3
-    assert colours(page, "beta") == [lines[2]]  # who stays keeps its own
+    assert colors(page, "beta", "gamma", "alpha") == [trace["line"]["color"] for trace in shown[::2]]
+    assert len(set(colors(page, "beta", "gamma", "alpha"))) == 3
+    assert colors(page, "beta") == [lines[2]]  # who stays keeps its own
 
 
 @pytest.mark.usefixtures("no_charts")
@@ -226,7 +226,7 @@ def test_everything_goes_by_keyboard(page: "Page", url: str) -> None:
     ring = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
     assert ring == "solid"
     page.keyboard.press("Tab")  # out of the list at once, however long it is
-    expect(page.get_by_role("button", name="Take out study-x/arm-0")).to_be_focused()
+    expect(page.get_by_role("button", name="Remove study-x/arm-0")).to_be_focused()
     page.keyboard.press("Enter")
     wait_for_text(page, "h1", ["alpha"])
 
@@ -269,19 +269,19 @@ def test_what_is_not_here_is_said_with_the_reason(page: "Page", tmp_path: Path) 
     (root / "linked" / "result.json").symlink_to(tmp_path / "elsewhere" / "result.json")
     with serving(root) as server:
         page.goto(f"{server.url}#run=nosuch")
-        wait_for_text(page, "h1", ["Not here"])
-        wait_for_text(page, "#headline", ["What the address names is not in this folder, or not any more."])
+        wait_for_text(page, "h1", ["Not found"])
+        wait_for_text(page, "#headline", ["The runs named in the URL are not in this folder, or were removed."])
         expect(page.locator("#save")).to_be_hidden()
-        wait_for_text(page, "#chosen li small", ["not here"])
-        expect(page.locator("#count")).to_have_text("2 runs shown, 0 chosen, 1 not here")
+        wait_for_text(page, "#chosen li small", ["missing"])
+        expect(page.locator("#count")).to_have_text("2 runs shown, 0 selected, 1 missing")
         page.get_by_role("checkbox", name="Compare alpha").check()
         wait_for_text(page, "h1", ["alpha"])
         with page.expect_response(lambda answer: "events?" in answer.url):  # a new stream, of alpha alone
-            page.get_by_role("button", name="Take out nosuch").click()
+            page.get_by_role("button", name="Remove nosuch").click()
         shutil.rmtree(root / "alpha")
-        wait_for_text(page, "h1", ["Not here"])
-        wait_for_text(page, "#chosen li small", ["not here"])
-        expect(page.locator("#count")).to_have_text("1 run shown, 0 chosen, 1 not here")
+        wait_for_text(page, "h1", ["Not found"])
+        wait_for_text(page, "#chosen li small", ["missing"])
+        expect(page.locator("#count")).to_have_text("1 run shown, 0 selected, 1 missing")
         page.locator("tbody tr[data-id=linked] .run-name").click()
         wait_for_text(page, "h1", ["linked"])
         expect(page.locator("#headline")).to_have_text("not read: result.json is a link that leads out of the board's folder")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.pages import make_landscape, make_scale, make_timeline, make_train
+from paceline.records import COMPONENTS
 from paceline.report.page import write_report
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ def test_every_section_is_drawn_and_all_of_it_reached_by_keyboard(page: "Page", 
     assert heads[:4] == ["Contract", "Curves", "Where a step's time went", "Scaling"]
     assert heads[4:] == ["Timeline", "Study", "Loss surface", "Notes and problems", "Environment"]
     assert len(traces(page, "loss")) == 4  # training and validation of both
-    colours = [trace["line"]["color"] for trace in traces(page, "m-accuracy")]
-    assert len(set(colours)) == 2
-    assert colours == [trace["line"]["color"] for trace in traces(page, "noise")]  # a run's colour is the same in all charts
+    colors = [trace["line"]["color"] for trace in traces(page, "m-accuracy")]
+    assert len(set(colors)) == 2
+    assert colors == [trace["line"]["color"] for trace in traces(page, "noise")]  # a run's color is the same in all charts
     assert {trace["uid"] for trace in page.evaluate("document.querySelector('#timeline .plot').data")} >= {"hidden", "exposed"}
     assert page.locator("#scaling .plot svg .errorbar").count() == 3
     assert "second ended best, with accuracy 0.9000" in page.locator("#headline").inner_text()
@@ -81,7 +82,7 @@ def test_every_section_is_drawn_and_all_of_it_reached_by_keyboard(page: "Page", 
     assert page.locator("[data-key=loss] details tbody tr").count() == 30
 
 
-def test_what_somebody_chose_survives_an_update_and_the_colours_a_visit(page: "Page", pair: str) -> None:
+def test_what_somebody_chose_survives_an_update_and_the_colors_a_visit(page: "Page", pair: str) -> None:
     page.goto(pair)
     page.wait_for_function(DRAWN)
     page.locator("[data-key=loss] .plot").scroll_into_view_if_needed()  # what is in sight is redrawn at once
@@ -120,8 +121,8 @@ def test_what_somebody_chose_survives_an_update_and_the_colours_a_visit(page: "P
     page.emulate_media(color_scheme="dark")
     page.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
-    assert page.evaluate(ink) != light_ink  # charts are drawn anew
-    page.get_by_role("button", name="Switch to light colours").click()
+    assert page.evaluate(ink) != light_ink  # charts are drawn again
+    page.get_by_role("button", name="Switch to light colors").click()
     assert page.evaluate(ink) == light_ink
     page.reload(wait_until="commit")
     page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
@@ -138,9 +139,10 @@ def test_numbers_times_and_lines_say_what_they_are(page: "Page", tmp_path: Path)
     axis = page.evaluate("(({range, dtick}) => ({range, dtick}))(document.querySelector('[data-key=lr] .plot').layout.yaxis)")
     assert axis == {"range": [0, 0.2], "dtick": 0.05}  # a constant is drawn at its value
     waited = page.locator("#step .list").inner_text()
-    assert "the others mostly waited for worker 1, which was 2 ms behind the median worker;" in waited
+    assert "the other workers mostly waited for worker 1, which was 2 ms behind the median worker;" in waited
+    assert page.locator("[data-key^='health '] .keys li").all_inner_texts() == list(COMPONENTS)
     heads = "[...document.querySelectorAll('#notes h3')].map(head => head.textContent)"
-    assert page.evaluate(heads) == ["What the run said"]
+    assert page.evaluate(heads) == ["Notes of the run"]
     shown = page.evaluate("""() => {
         const [one] = JSON.parse(document.getElementById("sources").textContent);
         one.series.health = Object.fromEntries(Object.entries(one.series.health).map(([name, ys]) => [name, ys.slice(0, 2)]));

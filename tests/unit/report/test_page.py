@@ -89,7 +89,7 @@ def test_one_record_has_its_report_within_and_several_beside(runs: Path, capsys:
 
 
 def test_without_a_name_the_newest_record_is_shown(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UsageError, match="runs holds no record"):
+    with pytest.raises(UsageError, match="runs has no record"):
         report_verb([])
     make_train(runs / "only")
     report_verb([])
