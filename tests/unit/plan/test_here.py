@@ -31,7 +31,7 @@ def test_one_worker_a_node_has_a_network_alone(make_scale: Make) -> None:
     assert (here.workers_per_node, here.nodes(4)) == (1, 4)
 
 
-def test_several_workers_a_node_have_both_links_and_more_nodes_are_predicted(make_scale: Make) -> None:
+def test_several_workers_per_node_have_both_links_and_more_nodes_are_predicted(make_scale: Make) -> None:
     whole = read_measured(make_scale("whole", counts=(1, 2, 4, 8, 16), on_node=2))
     folder = make_scale("first", counts=(1, 2, 4), on_node=2)
     here = make_here(read_measured(folder))
@@ -49,7 +49,7 @@ def test_several_workers_a_node_have_both_links_and_more_nodes_are_predicted(mak
 def test_what_is_missing_of_two_links_is_said(make_scale: Make) -> None:
     with pytest.raises(RecordError) as caught:
         make_here(read_measured(make_scale(counts=(1, 4), on_node=2)))
-    assert "has 2 workers a node but timed no all-reduces within one" in str(caught.value)
+    assert "has 2 workers per node but timed no all-reduces within one" in str(caught.value)
     assert "measure 2 workers on one node" in str(caught.value)
 
 
@@ -58,7 +58,7 @@ def test_counts_that_fit_no_one_shape_are_refused(make_scale: Make) -> None:
     found = json.loads((folder / "scale.json").read_text())
     found["counts"][1]["nodes"] = 2
     (folder / "scale.json").write_text(json.dumps(found))
-    with pytest.raises(RecordError, match=r"4 workers on 2 nodes, but 2 on 2: .* measure every count with 2 a node"):
+    with pytest.raises(RecordError, match=r"4 workers on 2 nodes, but 2 on 2: .* measure every count with 2 per node"):
         make_here(read_measured(folder))
 
 
@@ -83,7 +83,7 @@ def test_cores_that_carry_the_link_count_in_the_fit(make_scale: Make) -> None:
 def test_how_far_off_the_fit_is_is_said_as_a_factor(make_scale: Make) -> None:
     folder = make_scale()
     assert "typically off by a factor of 1.00, at worst 1.00" in make_here(read_measured(folder)).source
-    assert not any("trust predictions less" in line for line in introduce(plan_of(folder)))
+    assert not any("trust this prediction less" in line for line in introduce(plan_of(folder)))
     found = json.loads((folder / "scale.json").read_text())
     for each, times in zip(found["links"], (1, 1, 100, 1), strict=True):
         each["s"] *= times
@@ -92,7 +92,7 @@ def test_how_far_off_the_fit_is_is_said_as_a_factor(make_scale: Make) -> None:
     assert here.off > 2
     assert f"typically off by a factor of {here.off:.2f}, at worst " in here.source
     assert float(here.source.split()[-1]) >= here.off
-    warning = "warning: the link is not well described by latency and bandwidth: trust predictions less"
+    warning = "warning: latency and bandwidth do not describe the link well: trust this prediction less"
     assert warning in introduce(plan_of(folder))
 
 

@@ -84,7 +84,7 @@ def test_a_training_record_will_do_and_says_what_it_assumes(make_training: Make)
         (lambda f: (f / "metrics.jsonl").write_text(""), "no health rows): measure with paceline scale"),
         (lambda f: (f / "metrics.jsonl").write_text('{"no": 1}\n'), "no health rows): measure with paceline scale"),
         (lambda f: (f / "environment.json").write_text('{"contract": nul'), "is not valid JSON"),
-        (lambda f: (f / "environment.json").write_text("[]"), "holds no table"),
+        (lambda f: (f / "environment.json").write_text("[]"), "is not a JSON object"),
         (lambda f: (f / "environment.json").unlink(), "cannot read"),
         (lambda f: (f / "environment.json").write_text("{}"), "paceline scale TASK --workers 1,2"),
         (lambda f: (f / "scale.json").write_text('{"task": "mine"}'), "(no 'counts'): measure again with paceline scale mine"),
@@ -112,7 +112,7 @@ def test_a_broken_record_is_one_line(make_training: Make, spoil: Callable[[Path]
         ("samples_per_s", 0, "samples_per_s is 0: it must be a number above 0"),
         ("buckets", [{"bytes": "many", "ready": 1}], "bytes is 'many'"),
         ("components_s", {}, "no 'input'"),
-        ("components_s", 5, "it does not hold what a record does"),
+        ("components_s", 5, "it does not have the format of a record"),
         ("components_s", dict.fromkeys(COMPONENTS, 0), "components_s are all 0"),
         ("contract", {"epochs": 5, "steps_per_epoch": 0, "global_batch": 128}, "steps_per_epoch is 0"),
         ("contract", {"epochs": 5, "steps_per_epoch": 47, "global_batch": 128, "train_samples": -5}, "train_samples is -5"),
@@ -149,7 +149,7 @@ def test_json_without_end_is_not_valid(make_scale: Make, make_training: Make) ->
 def test_no_counts_are_said_in_words(make_scale: Make) -> None:
     folder = make_scale()
     (folder / "scale.json").write_text('{"counts": []}')
-    with pytest.raises(RecordError, match="incomplete \\(it measured no counts\\)"):
+    with pytest.raises(RecordError, match="incomplete \\(it measured no worker counts\\)"):
         read_measured(folder)
 
 
