@@ -78,7 +78,8 @@ def contract_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         try:
             text = line(**{name: known[name] for name in fields})
         except (TypeError, ValueError):
-            text = ", ".join(f"{name.replace('_', ' ')} {known[name]}" for name in fields)
+            names = {name: name.replace("_", " ") for name in fields}
+            text = ", ".join(f"{known[name]}" if names[name] == what else f"{names[name]} {known[name]}" for name in fields)
         if text:
             lines.append((what, text))
     return lines

@@ -1,4 +1,4 @@
-"""The report in a real browser, from a file: drawn, switched, zoomed, readable on a phone, and deaf to what records try."""
+"""The report in a real browser, from a file: drawn, switched, zoomed, readable on a phone, and safe from hostile records."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ DRAWN = "() => [...document.querySelectorAll('.plot')].every(plot => plot.queryS
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One page with everything on it: two runs (one with a timeline and a landscape), a scale record and a study."""
+    """One page with everything: two runs (one with a timeline and a landscape), a scaling record and a study."""
     folder = tmp_path_factory.mktemp("report")
     first = make_landscape(make_timeline(make_train(folder / "first")))
     timeline = json.loads((first / "timeline.json").read_text())
@@ -33,7 +33,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> str:
-    """Two runs, and few charts to draw again."""
+    """Two runs with few charts."""
     paths = [make_train(tmp_path / "first"), make_train(tmp_path / "second", accuracy=0.9)]
     return write_report(paths, tmp_path / "report.html").as_uri()
 
@@ -43,7 +43,7 @@ def traces(page: "Page", key: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_section_is_drawn_and_all_of_it_reached_by_keyboard(page: "Page", report: str) -> None:
+def test_every_section_is_drawn_and_reachable_by_keyboard(page: "Page", report: str) -> None:
     page.goto(report)
     page.wait_for_function(DRAWN)
     heads = page.locator("h2").all_inner_texts()
@@ -82,10 +82,10 @@ def test_every_section_is_drawn_and_all_of_it_reached_by_keyboard(page: "Page", 
     assert page.locator("[data-key=loss] details tbody tr").count() == 30
 
 
-def test_what_somebody_chose_survives_an_update_and_the_colors_a_visit(page: "Page", pair: str) -> None:
+def test_the_users_choices_survive_an_update_and_the_theme_a_reload(page: "Page", pair: str) -> None:
     page.goto(pair)
     page.wait_for_function(DRAWN)
-    page.locator("[data-key=loss] .plot").scroll_into_view_if_needed()  # what is in sight is redrawn at once
+    page.locator("[data-key=loss] .plot").scroll_into_view_if_needed()  # charts in view are redrawn at once
     assert traces(page, "loss")[0]["x"][:2] == [5, 10]
     page.get_by_role("button", name="epochs").click()
     assert traces(page, "loss")[0]["x"][:2] == [0.25, 0.5]
@@ -115,7 +115,7 @@ def test_what_somebody_chose_survives_an_update_and_the_colors_a_visit(page: "Pa
     assert page.locator("#headline").inner_text() == "news"
     reset.click()
     reset.wait_for(state="hidden")
-    # Dark by the system, light by wish, which is kept.
+    # The system says dark, the user chooses light, and the choice is kept.
     ink = "() => document.querySelector('[data-key=loss] .plot').layout.font.color"
     light, light_ink = page.evaluate("getComputedStyle(document.body).backgroundColor"), page.evaluate(ink)
     page.emulate_media(color_scheme="dark")
@@ -128,7 +128,7 @@ def test_what_somebody_chose_survives_an_update_and_the_colors_a_visit(page: "Pa
     page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
 
 
-def test_numbers_times_and_lines_say_what_they_are(page: "Page", tmp_path: Path) -> None:
+def test_numbers_times_and_line_styles(page: "Page", tmp_path: Path) -> None:
     one = make_train(tmp_path / "one")
     page.goto(write_report([one], tmp_path / "report.html").as_uri())
     page.wait_for_function(DRAWN)
@@ -162,7 +162,7 @@ def test_numbers_times_and_lines_say_what_they_are(page: "Page", tmp_path: Path)
     assert [loss[2 * place : 2 * place + 2] for place in (0, 8, 16)] == [["solid", "dot"], ["dash", "dash"], ["dot", "dashdot"]]
 
 
-def test_what_records_say_is_text_and_nothing_else(page: "Page", tmp_path: Path) -> None:
+def test_text_from_records_never_becomes_markup(page: "Page", tmp_path: Path) -> None:
     one = make_train(tmp_path / EVIL.replace("/", "\u2215"), model=EVIL, task=EVIL, optimizer=EVIL)
     broken = tmp_path / "<b>bold %{x} $x$"
     broken.mkdir()
@@ -190,4 +190,4 @@ def test_a_phone_scrolls_only_down(page: "Page", report: str) -> None:
         .map(each => each.outerHTML.slice(0, 80))"""
     assert page.evaluate(wide) == []
     heights = "[...document.querySelectorAll('[data-key^=buckets] tbody td')].map(cell => cell.clientHeight)"
-    assert max(page.evaluate(heights)) < 40  # what is said out of sight leaves no gap between the numbers
+    assert max(page.evaluate(heights)) < 40  # text outside the screen leaves no gap between the rows

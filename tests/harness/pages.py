@@ -1,4 +1,4 @@
-"""Records for pages, made without training: plain files in the formats that runs leave."""
+"""Records for pages, written without training: plain files in the formats of real runs."""
 
 import json
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ def make_train(path: Path, *, accuracy: float = 0.88, status: str = "done", **co
 
 
 def make_timeline(path: Path) -> Path:
-    """A profile of two steps on two workers, beside a run."""
+    """Add a profile of two steps on two workers to a run."""
     events = []
     for worker in range(2):
         for step in (21, 22):
@@ -92,7 +92,7 @@ def make_timeline(path: Path) -> Path:
 
 
 def make_landscape(path: Path) -> Path:
-    """A bowl of losses, beside a run."""
+    """Add a bowl-shaped loss surface to a run."""
     side = [-1.0, -0.5, 0.0, 0.5, 1.0]
     loss = [[0.4 + x * x + y * y for x in side] for y in side]
     (path / "landscape.json").write_text(json.dumps({"x": side, "y": side, "loss": loss, "about": "two directions"}))
@@ -100,7 +100,7 @@ def make_landscape(path: Path) -> Path:
 
 
 def make_scale(path: Path) -> Path:
-    """A measurement of 1, 2 and 4 workers."""
+    """A scaling measurement of 1, 2 and 4 workers."""
     path.mkdir(parents=True)
     counts = []
     for workers, efficiency in ((1, 1.0), (2, 0.9), (4, 0.7)):

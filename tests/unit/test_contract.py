@@ -50,8 +50,8 @@ def test_a_line_with_a_missing_or_strange_field_lists_the_others() -> None:
     facts = {"model": "cnn", "parameters": "many", "workers": 2, "base_lr": None, "reference_batch": [1], "seed": 0, "k": "nan"}
     facts |= {"total_steps": 60, "record": "runs/x"}
     assert contract_lines({**facts, "of_another_program": 1}) == [
-        ("model", "model cnn, parameters many"),
-        ("workers", "workers 2"),
+        ("model", "cnn, parameters many"),
+        ("workers", "2"),
         ("scale", "k nan"),
         ("steps", "total steps 60"),
         ("seed", "0"),

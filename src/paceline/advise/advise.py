@@ -95,10 +95,10 @@ def read_facts(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir:
 
 def _say_noise(facts: Facts) -> list[str]:
     noise, samples = facts.noise, facts.samples
-    few = " (from few rows: a longer run would be more precise)" if noise.rows < 10 else ""
+    few = "; from few rows, so a longer run would be more precise" if noise.rows < 10 else ""
     first = (
         f"The noise scale is {number_words(noise.scale)} samples (quartiles over the second half of the run:"
-        f" {number_words(noise.low)} and {number_words(noise.high)}){few}."
+        f" {number_words(noise.low)} and {number_words(noise.high)}{few})."
     )
     if noise.scale < samples:
         saved = saved_by_doubling(noise.scale, samples)

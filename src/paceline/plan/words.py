@@ -8,8 +8,8 @@ from paceline.plan.cluster import Cluster
 from paceline.plan.target import Returns
 
 BARS = (
-    "low to high: 90% of 400 random draws of the inputs that have a spread (speed between windows, link, lag, noise scale);"
-    " errors of the model itself are not included"
+    "low to high: 90% of 400 random draws of the uncertain inputs, which are the speed between windows, the link, the lag and"
+    " the noise scale; errors of the model itself are not included"
 )
 
 
@@ -81,7 +81,7 @@ def returns_words(returns: Returns, cluster: Cluster, what: str) -> str:
         saved = "" if returns.most < 2 else f": {step} still saves {returns.saved:.0%} of the {what}"
         text = f"Returns continue up to {count_words(returns.most)}{saved}."
     else:
-        more = ("twice as many", "saves") if after == 2 * now else (count_words(after), "save")
+        more = ("doubling them", "saves") if after == 2 * now else (count_words(after), "save")
         saves = f"only {returns.saved:.0%} of the {what}" if (returns.saved or 0) > 0 else f"none of the {what}"
         why = "" if returns.saved is None else f"{' '.join(more)} {saves}, because "
         text = f"Returns stop at {count_words(now)}: {why}{bound_words(returns, cluster)}."

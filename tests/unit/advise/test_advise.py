@@ -72,7 +72,7 @@ def test_the_next_command_takes_the_task_as_it_was_given(make_training: Make, he
 
 
 @pytest.mark.parametrize("speed", [-1.0, 0.0, 1e-300, 1e300])
-def test_a_speed_that_cannot_be_is_refused_without_a_cluster_too(make_training: Make, speed: float) -> None:
+def test_an_impossible_speed_is_refused_without_a_cluster_too(make_training: Make, speed: float) -> None:
     with pytest.raises(UsageError, match="--speed is"):
         advise(make_training(noise=[1900.0] * 20), speed=speed)
 
@@ -116,7 +116,7 @@ def test_the_next_command_trains_the_same_model(make_training: Make) -> None:
         ({"part_batch": "x"}, "part_batch is 'x'"),
     ],
 )
-def test_a_contract_that_is_none_is_one_line(make_training: Make, contract: object, says: str) -> None:
+def test_a_broken_contract_is_one_line(make_training: Make, contract: object, says: str) -> None:
     folder = make_training(noise=[1900.0] * 20)
     (folder / "environment.json").write_text(json.dumps({"contract": contract}))
     with pytest.raises(RecordError) as caught:
@@ -124,7 +124,7 @@ def test_a_contract_that_is_none_is_one_line(make_training: Make, contract: obje
     assert says in str(caught.value)
 
 
-def test_workers_get_a_part_each_however_many_the_run_had(make_training: Make) -> None:
+def test_every_worker_gets_a_part_however_many_workers_the_run_had(make_training: Make) -> None:
     """The probe had eight parts on one worker; eight workers have one each, and an eighth of its compute."""
     record = make_training(noise=[1024.0] * 20, virtual_workers=8, global_batch=1024)
     facts = read_facts(record, cluster="dgx-h100")
@@ -135,7 +135,7 @@ def test_workers_get_a_part_each_however_many_the_run_had(make_training: Make) -
     assert eight["components_s"]["compute"] == pytest.approx(facts.plan.model.measured.base.components_s["compute"] / 8)
 
 
-def test_what_was_measured_of_communication_is_said(make_training: Make) -> None:
+def test_measured_communication_is_reported(make_training: Make) -> None:
     said = "\n".join(advise(make_training(noise=[500.0] * 20, workers=2)))
     assert "communication and waiting took 0% of a step with 2 workers" in said
 
@@ -151,6 +151,6 @@ def test_a_record_without_a_noise_scale_says_how_to_get_one(make_training: Make,
         advise(make_training(noise=noise))
 
 
-def test_what_is_no_record_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_record_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="is not a record of paceline train"):
         advise(tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""What `paceline advise` is given: a record that is there, or a task to train a little."""
+"""What `paceline advise` accepts: an existing record, or a task to train briefly."""
 
 import json
 from pathlib import Path

@@ -37,7 +37,7 @@ def test_every_preset_parses_and_names_its_sources(name: str) -> None:
     assert name in list_presets()
 
 
-def test_a_file_of_ones_own(tmp_path: Path) -> None:
+def test_a_users_own_file(tmp_path: Path) -> None:
     cluster = find_cluster(str(write(tmp_path, GOOD)))
     assert cluster.intra is not None
     assert cluster.inter is not None
@@ -49,7 +49,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert cluster.most_workers() is None
 
 
-def test_a_single_node_has_no_more_places_than_it_has(tmp_path: Path) -> None:
+def test_a_single_node_limits_the_workers(tmp_path: Path) -> None:
     assert find_cluster("h200-node").most_workers() == 8
 
 
@@ -112,7 +112,7 @@ def test_no_name_is_one_line(name: str) -> None:
         find_cluster(name)
 
 
-def test_a_presets_name_is_the_preset_whatever_lies_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_presets_name_always_means_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "aws-p5").write_text("")
     (tmp_path / "mine").write_text(GOOD)

@@ -44,14 +44,14 @@ def test_time_without_a_noise_scale_is_for_the_same_epochs(make_scale: Make) -> 
     assert four["time_s"] == 60 * four["step_s"]
 
 
-def test_time_with_a_noise_scale_follows_the_trade(make_scale: Make) -> None:
+def test_time_with_a_noise_scale_follows_the_tradeoff(make_scale: Make) -> None:
     found = row(make_scale(), 8, noise="1024")
     assert found["steps"] == pytest.approx(235 * (1 + 1024 / 1024) / (1 + 1024 / 128), abs=1)
     assert found["steps"] == 53  # 52.2
     assert found["time_s"] == 53 * found["step_s"]
 
 
-def test_times_end_where_a_step_would_take_the_training_set(make_scale: Make) -> None:
+def test_times_end_where_a_step_would_need_the_training_set(make_scale: Make) -> None:
     plan = make_plan(Request(record=str(make_scale(bytes_per_s=1e12)), cluster="dgx-h100"))
     assert [each["workers"] for each in plan.rows] == [1 << i for i in range(13)], "speeds are told up to 4,096 workers"
     timed = [each for each in plan.rows if "time_s" in each]
@@ -63,7 +63,7 @@ def test_times_end_where_a_step_would_take_the_training_set(make_scale: Make) ->
 
 
 def test_the_training_set_may_be_what_stops_returns(make_scale: Make) -> None:
-    """Two batches an epoch and no more: beyond, there is nothing to share out."""
+    """An epoch has only two batches: beyond that there is nothing to divide."""
     few = {"epochs": 5, "steps_per_epoch": 8, "global_batch": 128, "train_samples": 1024}
     plan = make_plan(Request(record=str(make_scale(contract=few)), cluster="dgx-h100"))
     assert (plan.returns.stop_at, plan.returns.bound) == (8, "data")
@@ -96,7 +96,7 @@ def test_strong_scaling_ends_with_the_samples_of_its_batch(make_scale: Make) -> 
     assert plan.returns.most == 128
 
 
-def test_a_crowd_on_the_cores_is_to_blame_in_strong_scaling_too(make_scale: Make, tmp_path: Path) -> None:
+def test_shared_cores_are_the_reason_in_strong_scaling_too(make_scale: Make, tmp_path: Path) -> None:
     file = tmp_path / "few.toml"
     link = "intra = {latency_us = 0.001, bandwidth_GBps = 10000}"
     file.write_text(f'name = "few"\nworkers_per_node = 64\ncores_per_node = 2\n{link}\n')
@@ -110,8 +110,8 @@ def test_a_crowd_on_the_cores_is_to_blame_in_strong_scaling_too(make_scale: Make
 CPU = {"devices": "1 CPU worker, 1 thread (2 cores, no GPU)", "backend": "gloo"}
 
 
-def test_cores_may_be_told(make_scale: Make) -> None:
-    """As measured, four workers take turns on two cores; told none, they do not; told two, nodes share them as well."""
+def test_cores_can_be_given(make_scale: Make) -> None:
+    """As measured, four workers share two cores; with `none` they do not; with 2, all nodes share two cores."""
     one, apart = make_scale("one", contract=CPU), make_scale("apart", contract=CPU, on_node=1)
     for record, cores, compute in (
         *(
@@ -119,7 +119,7 @@ def test_cores_may_be_told(make_scale: Make) -> None:
             (one, "none", 0.03),
             (one, "4", 0.03),
             (one, "1", 0.06),
-        ),  # two were measured on that one, not slower
+        ),  # two workers were measured on that machine and were not slower
         *((apart, "", 0.03), (apart, "none", 0.03), (apart, "2", 0.06)),
     ):
         found = row(record, 4, cluster="here", cores=cores)
@@ -133,13 +133,13 @@ def test_workers_that_share_no_cores_still_use_them_for_the_link(make_scale: Mak
     assert any("each worker has its own device" in line for line in introduce(plan))
 
 
-def test_counts_on_nodes_of_their_own_are_predicted_over_the_network(make_scale: Make) -> None:
+def test_one_worker_per_node_is_predicted_over_the_network(make_scale: Make) -> None:
     plan = make_plan(Request(record=str(make_scale(on_node=1)), cluster="here", workers="4"))
     assert plan.rows[0]["nodes"] == 4
     assert plan.model.cluster.intra is None
 
 
-def test_a_target_may_be_given_where_the_record_has_no_run(make_scale: Make) -> None:
+def test_a_target_can_be_given_if_the_record_has_no_run(make_scale: Make) -> None:
     record = make_scale(contract={})
     assert "time_s" not in row(record, 2)
     assert row(record, 1, target_steps=1000)["time_s"] == pytest.approx(34)
@@ -156,7 +156,7 @@ def test_a_factor_at_its_limit_is_not_trusted(make_scale: Make) -> None:
     assert any("take 20.00 times" in line and "the limit of the model" in line for line in said)
 
 
-def test_the_steps_to_a_target_may_be_given(make_scale: Make) -> None:
+def test_the_steps_to_a_target_can_be_given(make_scale: Make) -> None:
     assert row(make_scale(), 1, target_steps=1000)["time_s"] == pytest.approx(34)
 
 
@@ -207,7 +207,7 @@ def test_returns_that_do_not_stop_are_reported(make_scale: Make) -> None:
 
 
 def test_a_first_doubling_that_pays_for_the_network_is_not_the_end(make_scale: Make, tmp_path: Path) -> None:
-    """Two workers are hardly faster than one here, but sixteen are eight times as fast as two."""
+    """Here two workers are hardly faster than one, but sixteen are eight times as fast as two."""
     file = tmp_path / "slow.toml"
     file.write_text('name = "slow"\nworkers_per_node = 1\ninter = {latency_us = 1, bandwidth_GBps = 0.12}\n')
     plan = make_plan(Request(record=str(make_scale()), cluster=str(file)))
@@ -263,13 +263,13 @@ def test_a_fixed_batch_does_not_use_the_noise_scale(make_scale: Make) -> None:
     assert "noise scale of" not in said
 
 
-def test_a_run_that_was_only_planned_came_to_nothing(make_scale: Make) -> None:
+def test_a_run_that_was_not_trained_has_no_accuracy(make_scale: Make) -> None:
     said = " ".join(conclude(make_plan(Request(record=str(make_scale()), cluster="dgx-h100", noise="900"))))
     assert "Time is for the same progress as 5 epochs at a global batch of 128 (its contract). The steps follow" in said
     assert "came to" not in said
 
 
-def test_what_was_measured_is_said_in_words(make_scale: Make, tmp_path: Path) -> None:
+def test_the_introduction_names_what_was_measured(make_scale: Make, tmp_path: Path) -> None:
     file = tmp_path / "six.toml"
     file.write_text(SIX)
     for counts, words in (((1,), "1 worker,"), ((2,), "2 workers,"), ((1, 2, 3), "1, 2 and 3 workers,")):
@@ -341,12 +341,12 @@ def test_wrong_input_is_one_line(make_scale: Make, flags: dict[str, Any], says: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_record_without_a_noise_scale_has_none_to_give(make_scale: Make, make_training: Make) -> None:
+def test_a_record_without_a_noise_scale_is_refused(make_scale: Make, make_training: Make) -> None:
     with pytest.raises(UsageError, match="did not measure the noise scale: train with --measure-noise"):
         row(make_scale(), 2, noise=str(make_training()))
     assert row(make_scale(), 2, noise=str(make_training(noise=[700.0] * 4)))["steps"] > 118
 
 
-def test_nothing_of_it_imports_torch() -> None:
+def test_plan_does_not_import_torch() -> None:
     code = "import sys, paceline.plan.plan, paceline.advise.advise; assert 'torch' not in sys.modules, 'torch is loaded'"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -59,7 +59,7 @@ def test_scale_records_and_studies(tmp_path: Path) -> None:
     assert read_source(tmp_path / "s")["study"]["arms"] == study["study"]["arms"]
 
 
-def test_a_run_still_going_is_running_and_one_whose_writer_is_gone_was_cut_short(demo: Path) -> None:
+def test_a_run_with_a_writer_is_running_and_one_without_was_cut_short(demo: Path) -> None:
     (demo / "result.json").unlink()
     with (demo / "metrics.jsonl").open("ab") as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)
@@ -79,7 +79,7 @@ def test_a_real_record_being_written_counts_as_running(tmp_path: Path) -> None:
     assert read_source(record.path)["status"] == "failed"
 
 
-def test_readers_do_not_take_each_other_for_a_writer(demo: Path) -> None:
+def test_other_readers_do_not_count_as_a_writer(demo: Path) -> None:
     with (demo / "metrics.jsonl").open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_SH)
         assert not is_running(demo / "metrics.jsonl")
@@ -129,7 +129,7 @@ def test_no_broken_file_stops_the_page(demo: Path, name: str, content: bytes) ->
         demo.mkdir()
     (demo / name).write_bytes(content)
     source = read_source(demo / name if name == "x.json" else demo)
-    assert source["problems"], "what is broken must be said"
+    assert source["problems"], "a broken file must be listed"
     assert source["summary"]
     json.dumps(source, allow_nan=False)
     assert read_summary(demo)["name"] == "demo"
@@ -146,28 +146,28 @@ def test_a_pipe_or_a_folder_in_place_of_a_file_is_not_waited_for(tmp_path: Path)
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "environment.json"])
-def test_what_is_missing_is_said(demo: Path, missing: str) -> None:
+def test_a_missing_file_is_listed(demo: Path, missing: str) -> None:
     (demo / missing).unlink()
     assert any(missing in problem for problem in read_source(demo)["problems"])
 
 
-def test_folders_and_paths_that_are_no_records(tmp_path: Path) -> None:
+def test_folders_and_paths_that_are_not_records(tmp_path: Path) -> None:
     assert "no such file" in read_source(tmp_path / "gone")["problems"][0]
     assert "not a record" in read_source(tmp_path)["problems"][0]
     (tmp_path / "other.json").write_text('{"a": 1}')
     assert "neither" in read_source(tmp_path / "other.json")["problems"][0]
 
 
-def test_a_contract_with_fields_missing_says_the_rest(demo: Path) -> None:
+def test_a_contract_with_missing_fields_shows_the_others(demo: Path) -> None:
     (demo / "environment.json").write_text(json.dumps({"contract": {"model": "cnn", "workers": "many", "peak_lr": None}}))
-    assert read_source(demo)["contract"] == [["model", "model cnn"], ["workers", "workers many"]]
+    assert read_source(demo)["contract"] == [["model", "cnn"], ["workers", "many"]]
 
 
 @pytest.mark.parametrize(
     ("facts", "unit"),
     [
         ({"unit": "windows"}, "windows"),
-        ({}, "images"),  # a record from before contracts said it
+        ({}, "images"),  # a record from before contracts had a unit
         ({"task": "my_task.py"}, "samples"),
         ({"task": "my_task.py", "unit": ["no", "text"]}, "samples"),
     ],
@@ -199,10 +199,10 @@ def test_a_run_resumed_on_other_workers_has_theirs_in_the_list_and_its_command_o
     assert source["environment"]["resumed with"] == "paceline train --resume 'a b'"
     (demo / "result.json").unlink()
     line = read_summary(demo)
-    assert (line["steps"], line["accuracy"]) == (41, pytest.approx(0.68))  # the epochs after step 40 are done again
+    assert (line["steps"], line["accuracy"]) == (41, pytest.approx(0.68))  # the epochs after step 40 are repeated
 
 
-def test_who_is_waited_for_and_how_long_is_said_of_one_worker(demo: Path) -> None:
+def test_the_worker_that_the_others_wait_for_and_its_lag(demo: Path) -> None:
     rows = [
         {"kind": "health", "step": 61 + n, "components_s": {"compute": 1.0}, "slowest": 1, "lag_s": 0.004} for n in range(3)
     ]
@@ -211,7 +211,7 @@ def test_who_is_waited_for_and_how_long_is_said_of_one_worker(demo: Path) -> Non
     assert (where["slowest"], where["lag_s"]) == (1, pytest.approx(0.003))
     append(demo, *[row | {"step": 71 + place, "slowest": 0} for place, row in enumerate(rows)])
     where = read_source(demo)["where"]
-    assert (where["slowest"], where["lag_s"]) == (None, None)  # six rows of ten are no clear majority
+    assert (where["slowest"], where["lag_s"]) == (None, None)  # six of ten rows are not two thirds
 
 
 def test_the_newest_source_comes_last_and_others_are_left_out(tmp_path: Path) -> None:

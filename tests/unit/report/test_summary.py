@@ -1,4 +1,4 @@
-"""The sentence on top: honest for every way a run can end."""
+"""The sentence at the top: honest for every way a run can end."""
 
 import math
 from typing import Any
@@ -78,7 +78,7 @@ def test_samples_are_called_what_the_contract_says() -> None:
     assert "a was fastest, with 7,861 windows/s" in headline([windows, slow])
 
 
-def test_several_runs_name_the_best_the_fastest_and_the_lost() -> None:
+def test_several_runs_name_the_best_the_fastest_and_the_failed() -> None:
     slow = train("slow", last={"accuracy": 0.9, "samples_per_s": 10.0})
     fast = train("fast", last={"accuracy": 0.8, "samples_per_s": 200.0})
     lost = train("lost", status="diverged", last={})
@@ -183,7 +183,7 @@ def test_tones(status: str, expected: str) -> None:
     assert tone(status) == expected
 
 
-def test_facts_of_the_wrong_kind_do_no_harm() -> None:
+def test_facts_of_the_wrong_type_are_ignored() -> None:
     assert (
         "trained"
         in train(facts={"workers": "two", "virtual_workers": None, "global_batch": math.nan, "total_steps": []})["summary"]

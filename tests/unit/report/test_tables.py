@@ -11,7 +11,7 @@ from paceline.study.results import compare_arm, read_results, spread_words, tabl
 RESULTS = sorted((Path(__file__).parents[3] / "studies" / "results").glob("*.json"))
 
 
-def test_counts_come_in_order_and_broken_ones_are_said() -> None:
+def test_worker_counts_are_sorted_and_broken_ones_listed() -> None:
     problems: list[str] = []
     counts = [{"workers": 4, "samples_per_s": 30.0}, {"workers": 1, "samples_per_s": 10.0, "low": "nan"}, {"workers": 2}, 5]
     found = view_scale({"counts": counts, "links": [{"workers": 2, "bytes": 4, "s": 0.1}, {"bytes": 4}]}, problems)
