@@ -40,7 +40,7 @@ from paceline.files import FULL, replacing, write_file
 
 
 class Status(StrEnum):
-    """How a run, or a study, stands: as `result.json` and the pages say it."""
+    """The status of a run, in `result.json`, studies and reports."""
 
     RUNNING = "running"
     DONE = "done"
@@ -48,21 +48,26 @@ class Status(StrEnum):
     INTERRUPTED = "interrupted"
     FAILED = "failed"
     DIVERGED = "diverged"
-    CUT_SHORT = "cut short"
-    INCOMPLETE = "incomplete"
-    """Some of a study's runs have not ended."""
-    UNREADABLE = "unreadable"
+    REFUSED = "refused"  # in a study: stopped by a mistake in its options or data
+    CUT_SHORT = "cut short"  # in reports: nothing says how it ended
+    INCOMPLETE = "incomplete"  # in reports: a study with runs still to do
+    UNREADABLE = "unreadable"  # on the board: its files lead out of the folder, or cannot be read
     UNKNOWN = "unknown"
 
     @classmethod
     def _missing_(cls, value: object) -> "Status":
-        """Files may hold anything: `Status("of another program")` is UNKNOWN."""
+        """Files may state anything."""
         return cls.UNKNOWN
 
     @property
     def good(self) -> bool:
-        """The run came to its end."""
+        """The run finished."""
         return self in (Status.DONE, Status.TARGET_REACHED)
+
+    @property
+    def final(self) -> bool:
+        """The run finished or diverged: doing it again would end the same way."""
+        return self.good or self is Status.DIVERGED
 
 
 COMPONENTS = ("input", "compute", "communication", "waiting", "optimizer", "other")

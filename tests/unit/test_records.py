@@ -526,3 +526,10 @@ def test_an_odd_result_is_replaced_when_a_worker_died(record: Record, content: s
     (record.path / "result.json").write_text(content)
     close_cut_short(record.path, "failed", "worker 1 was killed by SIGKILL")
     assert read_result(record.path) == {"status": "failed", "why": "worker 1 was killed by SIGKILL"}
+
+
+def test_a_status_from_another_program_is_unknown() -> None:
+    assert records.Status("done").good
+    assert not records.Status("diverged").good
+    assert records.Status("diverged").final
+    assert records.Status("of another program") is records.Status.UNKNOWN

@@ -36,8 +36,8 @@ def view_study(results: Mapping[str, Any], problems: list[str]) -> dict[str, Any
     reference, margin, target = study["reference"], number(study["margin"]) or 0.0, number(study["target_accuracy"])
     values = final_values(results, reference)
     planned = _planned(study)
-    ended = sum(_is_good(run) or run["status"] == Status.DIVERGED for run in results["runs"])
-    lost = [run for run in results["runs"] if not _is_good(run)]
+    ended = sum(Status(run["status"]).final for run in results["runs"])
+    lost = [run for run in results["runs"] if not Status(run["status"]).good]
     problems += [
         f"{text(run['arm'], 80)}, seed {run.get('seed')}: {text(run.get('why') or run['status'], 300)}" for run in lost
     ]
@@ -136,7 +136,7 @@ def _arm(results: Mapping[str, Any], arm: str, target: float | None) -> dict[str
     facts: Mapping[str, Any] = next((run["contract"] for run in runs if run["contract"]), {})
     found = compare_arm(results, arm)
     is_reference = arm == results["study"]["reference"]
-    good = [run for run in runs if _is_good(run)]
+    good = [run for run in runs if Status(run["status"]).good]
     times = [run["time_to_target_s"] for run in good if run["time_to_target_s"] is not None]
     speeds = [speed for run in good if (speed := number(run.get("samples_per_s")))]
     return {
@@ -156,10 +156,6 @@ def _arm(results: Mapping[str, Any], arm: str, target: float | None) -> dict[str
         "difference": "" if is_reference else difference_words(found, results["metric"]).rpartition(": ")[0],
         **{name: number(facts.get(name)) for name in ("global_batch", "virtual_workers", "peak_lr")},
     }
-
-
-def _is_good(run: Mapping[str, Any]) -> bool:
-    return Status(run["status"]).good
 
 
 def _rounded(value: Any) -> float | int | None:
