@@ -26,7 +26,7 @@ from paceline.dist.world import World
 from paceline.optim import make_optimizer
 from paceline.training import tasks
 from paceline.training.build import build
-from paceline.training.contract import plan_run
+from paceline.training.contract import make_steps
 from paceline.training.loop import fit
 from paceline.training.task import Task
 
@@ -102,7 +102,7 @@ def plain_epoch(task: Task, config: Config, world: World) -> float:
     data = task.train()
     assert isinstance(data, Arrays)
     loader, rank = Resident(data, task.prepare, world.device), world.rank
-    sampler, schedule = plan_run(config, world, len(data))
+    sampler, schedule = make_steps(config, world, len(data))
     model = models.build(config.model, **IMAGES)
     optimizer = make_optimizer(model, config)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)

@@ -23,6 +23,12 @@ def warn(text: str) -> bool:
     return _print(sys.stderr, text + "\n") is None
 
 
+def plural(count: float, word: str) -> str:
+    """`1 worker`, `2,000 workers`, `3 entries`."""
+    several = f"{word[:-1]}ies" if word.endswith("y") else f"{word}s"
+    return f"{count:,.0f} {word if count == 1 else several}"
+
+
 def is_terminal(stream: TextIO | None) -> bool:
     """Whether this stream is a terminal. It is None if it was closed before Python started."""
     try:

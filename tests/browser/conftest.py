@@ -1,4 +1,4 @@
-"""A real browser: Debian's chromium, started once for the session; a page that fails its test on any error the browser sees."""
+"""A real browser: Debian's chromium, started once per session. Any error that the browser reports fails the test."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 CHROMIUM = "/usr/bin/chromium"
-FASTER = "--no-enable-lazy-source-positions"  # or V8 reads plotly's script twice: 0.8 s instead of 1.3 for every page
+FASTER = "--no-enable-lazy-source-positions"  # V8 would parse plotly's script twice: 1.3 s per page instead of 0.8
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,13 +38,13 @@ def browser(kept_processes: set[int]) -> Iterator["Browser"]:
 
 @pytest.fixture
 def page_options() -> dict[str, Any]:
-    """What `page` is made with: a test, or a module, overrides it (`viewport`, `color_scheme`, `java_script_enabled` ...)."""
+    """Options of `page`, which a test or a module can override (`viewport`, `color_scheme`, `java_script_enabled` ...)."""
     return {}
 
 
 @pytest.fixture
 def page(browser: "Browser", page_options: dict[str, Any]) -> Iterator["Page"]:
-    """A new page with no memory of the others. An error in the console, or an exception nobody caught, fails the test."""
+    """A new page in its own context. An error in the console, or an uncaught exception, fails the test."""
     errors: list[str] = []
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **page_options})
     context.set_default_timeout(30_000)

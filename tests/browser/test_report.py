@@ -1,4 +1,4 @@
-"""The report in a real browser, from a file: drawn, switched, zoomed, readable on a phone, and deaf to what records try."""
+"""The report in a real browser, from a file: drawn, switched, zoomed, readable on a phone, and safe from hostile records."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.pages import make_landscape, make_scale, make_timeline, make_train
+from paceline.records import COMPONENTS
 from paceline.report.page import write_report
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ DRAWN = "() => [...document.querySelectorAll('.plot')].every(plot => plot.queryS
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One page with everything on it: two runs (one with a timeline and a landscape), a scale record and a study."""
+    """One page with everything: two runs (one with a timeline and a landscape), a scaling record and a study."""
     folder = tmp_path_factory.mktemp("report")
     first = make_landscape(make_timeline(make_train(folder / "first")))
     timeline = json.loads((first / "timeline.json").read_text())
@@ -32,7 +33,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> str:
-    """Two runs, and few charts to draw again."""
+    """Two runs with few charts."""
     paths = [make_train(tmp_path / "first"), make_train(tmp_path / "second", accuracy=0.9)]
     return write_report(paths, tmp_path / "report.html").as_uri()
 
@@ -42,16 +43,16 @@ def traces(page: "Page", key: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_section_is_drawn_and_all_of_it_reached_by_keyboard(page: "Page", report: str) -> None:
+def test_every_section_is_drawn_and_reachable_by_keyboard(page: "Page", report: str) -> None:
     page.goto(report)
     page.wait_for_function(DRAWN)
     heads = page.locator("h2").all_inner_texts()
     assert heads[:4] == ["Contract", "Curves", "Where a step's time went", "Scaling"]
     assert heads[4:] == ["Timeline", "Study", "Loss surface", "Notes and problems", "Environment"]
     assert len(traces(page, "loss")) == 4  # training and validation of both
-    colours = [trace["line"]["color"] for trace in traces(page, "m-accuracy")]
-    assert len(set(colours)) == 2
-    assert colours == [trace["line"]["color"] for trace in traces(page, "noise")]  # a run's colour is the same in all charts
+    colors = [trace["line"]["color"] for trace in traces(page, "m-accuracy")]
+    assert len(set(colors)) == 2
+    assert colors == [trace["line"]["color"] for trace in traces(page, "noise")]  # a run's color is the same in all charts
     assert {trace["uid"] for trace in page.evaluate("document.querySelector('#timeline .plot').data")} >= {"hidden", "exposed"}
     assert page.locator("#scaling .plot svg .errorbar").count() == 3
     assert "second ended best, with accuracy 0.9000" in page.locator("#headline").inner_text()
@@ -81,10 +82,10 @@ def test_every_section_is_drawn_and_all_of_it_reached_by_keyboard(page: "Page", 
     assert page.locator("[data-key=loss] details tbody tr").count() == 30
 
 
-def test_what_somebody_chose_survives_an_update_and_the_colours_a_visit(page: "Page", pair: str) -> None:
+def test_the_users_choices_survive_an_update_and_the_theme_a_reload(page: "Page", pair: str) -> None:
     page.goto(pair)
     page.wait_for_function(DRAWN)
-    page.locator("[data-key=loss] .plot").scroll_into_view_if_needed()  # what is in sight is redrawn at once
+    page.locator("[data-key=loss] .plot").scroll_into_view_if_needed()  # charts in view are redrawn at once
     assert traces(page, "loss")[0]["x"][:2] == [5, 10]
     page.get_by_role("button", name="epochs").click()
     assert traces(page, "loss")[0]["x"][:2] == [0.25, 0.5]
@@ -114,20 +115,20 @@ def test_what_somebody_chose_survives_an_update_and_the_colours_a_visit(page: "P
     assert page.locator("#headline").inner_text() == "news"
     reset.click()
     reset.wait_for(state="hidden")
-    # Dark by the system, light by wish, which is kept.
+    # The system says dark, the user chooses light, and the choice is kept.
     ink = "() => document.querySelector('[data-key=loss] .plot').layout.font.color"
     light, light_ink = page.evaluate("getComputedStyle(document.body).backgroundColor"), page.evaluate(ink)
     page.emulate_media(color_scheme="dark")
     page.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
-    assert page.evaluate(ink) != light_ink  # charts are drawn anew
-    page.get_by_role("button", name="Switch to light colours").click()
+    assert page.evaluate(ink) != light_ink  # charts are drawn again
+    page.get_by_role("button", name="Switch to light colors").click()
     assert page.evaluate(ink) == light_ink
     page.reload(wait_until="commit")
     page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
 
 
-def test_numbers_times_and_lines_say_what_they_are(page: "Page", tmp_path: Path) -> None:
+def test_numbers_times_and_line_styles(page: "Page", tmp_path: Path) -> None:
     one = make_train(tmp_path / "one")
     page.goto(write_report([one], tmp_path / "report.html").as_uri())
     page.wait_for_function(DRAWN)
@@ -138,9 +139,10 @@ def test_numbers_times_and_lines_say_what_they_are(page: "Page", tmp_path: Path)
     axis = page.evaluate("(({range, dtick}) => ({range, dtick}))(document.querySelector('[data-key=lr] .plot').layout.yaxis)")
     assert axis == {"range": [0, 0.2], "dtick": 0.05}  # a constant is drawn at its value
     waited = page.locator("#step .list").inner_text()
-    assert "the others mostly waited for worker 1, which was 2 ms behind the median worker;" in waited
+    assert "the other workers mostly waited for worker 1, which was 2 ms behind the median worker;" in waited
+    assert page.locator("[data-key^='health '] .keys li").all_inner_texts() == list(COMPONENTS)
     heads = "[...document.querySelectorAll('#notes h3')].map(head => head.textContent)"
-    assert page.evaluate(heads) == ["What the run said"]
+    assert page.evaluate(heads) == ["Notes of the run"]
     shown = page.evaluate("""() => {
         const [one] = JSON.parse(document.getElementById("sources").textContent);
         one.series.health = Object.fromEntries(Object.entries(one.series.health).map(([name, ys]) => [name, ys.slice(0, 2)]));
@@ -160,7 +162,7 @@ def test_numbers_times_and_lines_say_what_they_are(page: "Page", tmp_path: Path)
     assert [loss[2 * place : 2 * place + 2] for place in (0, 8, 16)] == [["solid", "dot"], ["dash", "dash"], ["dot", "dashdot"]]
 
 
-def test_what_records_say_is_text_and_nothing_else(page: "Page", tmp_path: Path) -> None:
+def test_text_from_records_never_becomes_markup(page: "Page", tmp_path: Path) -> None:
     one = make_train(tmp_path / EVIL.replace("/", "\u2215"), model=EVIL, task=EVIL, optimizer=EVIL)
     broken = tmp_path / "<b>bold %{x} $x$"
     broken.mkdir()
@@ -188,4 +190,4 @@ def test_a_phone_scrolls_only_down(page: "Page", report: str) -> None:
         .map(each => each.outerHTML.slice(0, 80))"""
     assert page.evaluate(wide) == []
     heights = "[...document.querySelectorAll('[data-key^=buckets] tbody td')].map(cell => cell.clientHeight)"
-    assert max(page.evaluate(heights)) < 40  # what is said out of sight leaves no gap between the numbers
+    assert max(page.evaluate(heights)) < 40  # text outside the screen leaves no gap between the rows

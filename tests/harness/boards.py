@@ -1,4 +1,4 @@
-"""Boards and the records they show: a server in a thread, and folders as a run leaves them."""
+"""Boards and their records: a server in a thread, and folders as runs write them."""
 
 import json
 import threading
@@ -25,9 +25,9 @@ FACTS = {
 
 @contextmanager
 def serving(root: Path, host: str = "127.0.0.1") -> Iterator[BoardServer]:
-    """A board of this folder at any free port, until the block ends."""
+    """A board of this folder on any free port, until the block ends."""
     with listen(host, 0) as listener:
-        server = make_server(root, listener, host, pause_s=0.05)  # or tests would wait for most of their time
+        server = make_server(root, listener, host, pause_s=0.05)  # with the default pause, tests would mostly wait
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
@@ -39,7 +39,7 @@ def serving(root: Path, host: str = "127.0.0.1") -> Iterator[BoardServer]:
 
 
 def begin_run(root: Path, name: str, when: str = "2026-03-01T10:00:00+00:00", **facts: Any) -> Record:
-    """A run that trains, up to its first step: the real writer, with its lock."""
+    """Start a run, up to its first step: the real writer, with its lock."""
     record = Record(str(root), name)
     about = {"when": when, "task": "fashion-mnist-mini", "versions": {"torch": "2.13.0"}, "contract": FACTS | facts}
     record.write("environment.json", json.dumps(about))
@@ -47,7 +47,7 @@ def begin_run(root: Path, name: str, when: str = "2026-03-01T10:00:00+00:00", **
 
 
 def add_steps(record: Record, first: int, last: int) -> None:
-    """Rows of these steps; an epoch's row where it ends."""
+    """Write rows for these steps, and an epoch row after every tenth."""
     for step in range(first, last + 1):
         record.row(
             {"kind": "step", "step": step, "epoch": 1 + (step - 1) // 10, "lr": 0.1, "time_s": step / 10, "loss": 2.3 / step}
@@ -65,14 +65,14 @@ def add_steps(record: Record, first: int, last: int) -> None:
 
 
 def end_run(record: Record, accuracy: float = 0.8, status: str = "done", **more: Any) -> None:
-    """The record's end, with its result."""
+    """Finish the record with a result."""
     metrics = {"accuracy": accuracy, "loss": 1 - accuracy}
     ended = {"status": status, "metrics": metrics, "epochs": 4, "steps": 40, "train_time_s": 4.0, "samples_per_s": 2560.0}
     record.finish(ended | more)
 
 
 def make_run(root: Path, name: str, accuracy: float = 0.8, status: str = "done", **facts: Any) -> Path:
-    """A run that ended."""
+    """A finished run."""
     record = begin_run(root, name, **facts)
     add_steps(record, 1, 40)
     end_run(record, accuracy, status)

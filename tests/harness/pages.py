@@ -1,4 +1,4 @@
-"""Records for pages, made without training: plain files in the formats that runs leave."""
+"""Records for pages, written without training: plain files in the formats of real runs."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ CONTRACT = {
     **{"k": 2.0, "lr_rule": "linear", "peak_lr": 0.1, "optimizer": "sgd Nesterov 0.9", "schedule": "one-cycle by step"},
     **{"warmup": "over 22 steps", "steps_per_epoch": 20, "epochs": 3, "total_steps": 60, "seed": 0, "loader": "on the device"},
 }
-PARTS = {"input": 0.001, "compute": 0.02, "communication": 0.004, "waiting": 0.002, "optimizer": 0.002, "other": 0.001}
+COMPONENTS_S = {"input": 0.001, "compute": 0.02, "communication": 0.004, "waiting": 0.002, "optimizer": 0.002, "other": 0.001}
 
 
 def make_train(path: Path, *, accuracy: float = 0.88, status: str = "done", **contract: Any) -> Path:
@@ -41,7 +41,7 @@ def make_train(path: Path, *, accuracy: float = 0.88, status: str = "done", **co
                     "kind": "health",
                     **ended,
                     "step_s": 0.03,
-                    "components_s": PARTS,
+                    "components_s": COMPONENTS_S,
                     "slowest": 1,
                     "lag_s": 0.002,
                     "memory_bytes": 4e8,
@@ -62,7 +62,7 @@ def make_train(path: Path, *, accuracy: float = 0.88, status: str = "done", **co
 
 
 def make_timeline(path: Path) -> Path:
-    """A profile of two steps on two workers, beside a run."""
+    """Add a profile of two steps on two workers to a run."""
     events = []
     for worker in range(2):
         for step in (21, 22):
@@ -92,7 +92,7 @@ def make_timeline(path: Path) -> Path:
 
 
 def make_landscape(path: Path) -> Path:
-    """A bowl of losses, beside a run."""
+    """Add a bowl-shaped loss surface to a run."""
     side = [-1.0, -0.5, 0.0, 0.5, 1.0]
     loss = [[0.4 + x * x + y * y for x in side] for y in side]
     (path / "landscape.json").write_text(json.dumps({"x": side, "y": side, "loss": loss, "about": "two directions"}))
@@ -100,7 +100,7 @@ def make_landscape(path: Path) -> Path:
 
 
 def make_scale(path: Path) -> Path:
-    """A measurement of 1, 2 and 4 workers."""
+    """A scaling measurement of 1, 2 and 4 workers."""
     path.mkdir(parents=True)
     counts = []
     for workers, efficiency in ((1, 1.0), (2, 0.9), (4, 0.7)):
@@ -109,7 +109,12 @@ def make_scale(path: Path) -> Path:
             {
                 **{"workers": workers, "virtual_workers": workers, "global_batch": 128 * workers, "samples_per_s": speed},
                 **{"low": speed * 0.95, "high": speed * 1.02, "speed_up": workers * efficiency, "efficiency": efficiency},
-                **{"contract": {**CONTRACT, "workers": workers}, "step_s": 0.03, "components_s": PARTS, "windows": [speed]},
+                **{
+                    "contract": {**CONTRACT, "workers": workers},
+                    "step_s": 0.03,
+                    "components_s": COMPONENTS_S,
+                    "windows": [speed],
+                },
             }
         )
     links = [{"workers": 2, "bytes": size, "s": 0.001 + size / 1e9} for size in (4, 1 << 20)]

@@ -1,7 +1,7 @@
-"""`paceline advise`: from a run's noise scale, how many workers are worth it.
+"""`paceline advise`: how many workers are worth it, from a run's noise scale.
 
-The noise scale says at which global batch more samples a step stop to save steps (`noise.py`). With a cluster, the advice is
-the count at which more workers stop to save time (`target.py`), in which those steps are. Nothing here imports torch.
+The noise scale is the global batch beyond which more samples per step save few steps (`plan/tradeoff.py`). With a cluster, the
+advice is the count beyond which more workers stop saving time (`plan/target.py`), steps included. Nothing here imports torch.
 """
 
 import math
@@ -14,62 +14,62 @@ from paceline.plan.fields import load, own_flags, table_of, task_of, whole, word
 from paceline.plan.measured import Measured, read_measured
 from paceline.plan.plan import Plan, Request, check_number, make_plan
 from paceline.plan.target import doublings
-from paceline.plan.tradeoff import Noise, examples_ratio, read_noise, saved_by_doubling, steps_ratio
+from paceline.plan.tradeoff import NoiseScale, examples_ratio, read_noise_scale, saved_by_doubling, steps_ratio
 from paceline.plan.words import bound_words, count_words, lay_out, number_words, time_words
 from paceline.records import read_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What advice is given on."""
+    """What the advice is based on."""
 
-    noise: Noise
+    noise: NoiseScale
     samples: int
-    """A worker's, a step."""
+    """Samples per worker and step."""
     global_batch: int
-    """Of the run that was measured."""
+    """Of the measured run."""
     task: str
-    """As a command line takes it."""
+    """As given on a command line."""
     flags: str
-    """What else the same model needs there."""
+    """The flags after TASK that train the same model."""
     train_samples: int | None
-    """What an epoch sees: no global batch is larger."""
+    """Samples per epoch, which limit the global batch; None: unknown."""
     measured: Measured | None
-    """Where a step's time goes, if the record says so."""
+    """Where a step's time goes; None if the record does not say."""
     plan: Plan | None
 
     def workers(self, batch: float) -> int:
-        """The workers whose samples are about this many; one at least, and no more than the training set has batches for."""
+        """The number of workers for about this global batch: at least one, at most what the training set has samples for."""
         most = math.inf if self.train_samples is None else self.train_samples // self.samples
         return int(max(1, min(most, round(batch / self.samples))))
 
 
 def advise_verb(record: str, cluster: str = "", speed: float = 1.0, runs_dir: str = "runs") -> int:
-    """What the command line calls with a record: print the advice."""
+    """Print the advice for a record. Called by the command line."""
     print("\n".join(advise(Path(record), cluster=cluster, speed=speed, runs_dir=runs_dir)))
     return 0
 
 
 def advise(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir: str = "runs") -> list[str]:
-    """Which worker counts are worth it, as lines; with a cluster (a preset, a file or `here`), also how fast they would be."""
+    """Which worker counts are worth it, as lines of text; with a cluster (preset, file or `here`), also how fast they are."""
     facts = read_facts(record, cluster=cluster, speed=speed, runs_dir=runs_dir)
     return [*_say_noise(facts), "", _table(facts), "", *_say_hardware(facts), _say_next(facts)]
 
 
 def read_facts(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir: str = "runs") -> Facts:
-    """The noise scale and what else of use a record holds; a RecordError where it measured none."""
+    """The noise scale and other facts of a record; a RecordError if it did not measure the noise scale."""
     check_number("speed", speed)
     if speed != 1 and not cluster:
-        raise UsageError("--speed says how fast a worker of a cluster is: it needs --cluster")
+        raise UsageError("--speed is how fast a worker of the cluster is: it needs --cluster")
     path = record if record.exists() else Path(runs_dir) / record
     remedy = "train with --measure-noise --virtual-workers 8, or give paceline advise the TASK"
     try:
         rows = read_metrics(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise RecordError(f"{record} is no record of paceline train: {remedy}") from None
-    noise = read_noise(rows)
+        raise RecordError(f"{record} is not a record of paceline train: {remedy}") from None
+    noise = read_noise_scale(rows)
     if noise is None:
-        raise RecordError(f"{record} measured no noise scale: {remedy}")
+        raise RecordError(f"{record} did not measure the noise scale: {remedy}")
     task, flags, samples, batch, train = _read_contract(path)
     measured = None
     try:
@@ -94,43 +94,49 @@ def read_facts(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir:
 
 
 def _say_noise(facts: Facts) -> list[str]:
-    noise, part = facts.noise, facts.samples
-    few = " (from few rows: a longer run would say more)" if noise.rows < 10 else ""
+    noise, samples = facts.noise, facts.samples
+    few = "; from few rows, so a longer run would be more precise" if noise.rows < 10 else ""
     first = (
-        f"The noise scale is {number_words(noise.scale)} samples (half of the second half of the run lay between"
-        f" {number_words(noise.low)} and {number_words(noise.high)}){few}."
+        f"The noise scale is {number_words(noise.scale)} samples (quartiles over the second half of the run:"
+        f" {number_words(noise.low)} and {number_words(noise.high)}{few})."
     )
-    if noise.scale < part:
-        saved = saved_by_doubling(noise.scale, part)
-        return [first, f"One worker's batch of {part:,} is already beyond it: a second worker saves {saved:.0%} of the steps."]
+    if noise.scale < samples:
+        saved = saved_by_doubling(noise.scale, samples)
+        return [
+            first,
+            f"One worker's batch of {samples:,} is already beyond it: a second worker saves {saved:.0%} of the steps.",
+        ]
     below, at, beyond = (saved_by_doubling(noise.scale, share * noise.scale) for share in (0.25, 1, 4))
     worth = facts.workers(noise.scale)
-    more = " (more would take more than the training set)" if _ends_early(facts) else ""
+    more = "; more would need more than the training set per step" if _ends_early(facts) else ""
     return [
         first,
-        f"Up to a global batch of about {number_words(noise.scale)}, that is {count_words(worth)} of {part:,}{more}, doubling"
-        f" the workers saves {at:.0%} of the steps or more ({below:.0%} at a quarter of it); at four times that batch"
-        f" {beyond:.0%}, and each example teaches a fifth of what it did.",
+        f"Up to a global batch of about {number_words(noise.scale)} ({count_words(worth)} with {samples:,} samples each{more}),"
+        f" doubling the workers saves at least {at:.0%} of the steps ({below:.0%} at a quarter of that batch). At four times"
+        f" that batch it saves {beyond:.0%}, and each example contributes a fifth as much.",
     ]
 
 
 def _table(facts: Facts) -> str:
-    """Which counts are worth it: batch, steps and examples against the run that was measured, time where it can be known."""
-    noise, part = facts.noise.scale, facts.samples
-    most = 1 << (min(max(8, 4 * round(facts.noise.high / part)), 4096) - 1).bit_length()
+    """The worker counts: batch, steps and examples relative to the measured run, and the time if it can be predicted."""
+    noise, samples = facts.noise.scale, facts.samples
+    most = 1 << (min(max(8, 4 * round(facts.noise.high / samples)), 4096) - 1).bit_length()
     heads = ["workers", "batch", "steps", "examples", "doubling saves"]
     predicted = {row["workers"]: row for row in facts.plan.rows} if facts.plan else {}
     heads += [f"{facts.plan.model.measured.unit}/s", "time", "low to high"] if facts.plan else []
     rows = []
-    for workers in doublings(facts.workers(most * part)):
-        batch = part * workers
+    for workers in doublings(facts.workers(most * samples)):
+        batch = samples * workers
         ratios = [ratio(noise, batch, facts.global_batch) for ratio in (steps_ratio, examples_ratio)]
         cells = [f"{workers:,}", f"{batch:,}", *(f"{each:.2f}" for each in ratios)]
         cells.append(f"{saved_by_doubling(noise, batch):.0%} of the steps")
         if predicted:
             cells += _predicted_cells(predicted.get(workers))
         rows.append(cells)
-    return lay_out(heads, rows) + f"\n(steps and examples: 1 is the run measured, at a global batch of {facts.global_batch:,})"
+    return (
+        lay_out(heads, rows)
+        + f"\n(steps and examples relative to the measured run, at a global batch of {facts.global_batch:,})"
+    )
 
 
 def _predicted_cells(row: dict[str, float] | None) -> list[str]:
@@ -141,45 +147,45 @@ def _predicted_cells(row: dict[str, float] | None) -> list[str]:
 
 
 def _say_hardware(facts: Facts) -> list[str]:
-    """What communication does, where it was measured or can be predicted."""
+    """What communication costs, if it was measured or can be predicted."""
     if facts.plan is not None:
         returns, cluster = facts.plan.returns, facts.plan.model.cluster
         where = "here" if cluster.name == HERE else f"on {cluster.name}"
         if returns.stop_at is None:
-            return [f"On this hardware nothing else stops it sooner: {where}, returns last to {count_words(returns.most)}."]
+            return [f"Communication does not end returns sooner: {where}, they continue up to {count_words(returns.most)}."]
         why = bound_words(returns, cluster)
-        return [f"With what communication costs {where}, returns stop at {count_words(returns.stop_at)}: {why}."]
+        return [f"Including the cost of communication {where}, returns stop at {count_words(returns.stop_at)}: {why}."]
     if facts.measured is None:
         return []
     base = facts.measured.base
     if base.workers < 2:
-        return ["The run had one worker, so what communication costs was not measured: --cluster predicts it."]
+        return ["The run had one worker, so the cost of communication was not measured: --cluster predicts it."]
     share = (base.components_s["communication"] + base.components_s["waiting"]) / base.step_s
-    return [f"On this hardware, communication and waiting were {share:.0%} of a step of {count_words(base.workers)}."]
+    return [f"On this hardware, communication and waiting took {share:.0%} of a step with {count_words(base.workers)}."]
 
 
 def _say_next(facts: Facts) -> str:
     low, worth, high = (facts.workers(n) for n in (facts.noise.low, facts.noise.scale, facts.noise.high))
-    width = f" ({low:,} to {high:,} by the noise scale's range)" if low < high else ""
+    width = f" ({low:,} to {high:,} from the noise scale's quartiles)" if low < high else ""
     if facts.plan is not None:
         worth, width = facts.plan.returns.stop_at or facts.plan.returns.most, ""
     elif _ends_early(facts):
-        width = " (a step of more would take more than the training set)"
+        width = " (more would need more than the training set per step)"
     said = f"Worth it: up to about {count_words(worth)}{width}."
     if worth < 2:
         return said
-    return f"{said} What they do to accuracy: paceline rehearse {facts.task}{facts.flags} --workers {worth}."
+    return f"{said} To measure their accuracy: paceline rehearse {facts.task}{facts.flags} --workers {worth}."
 
 
 def _ends_early(facts: Facts) -> bool:
-    """Whether the training set ends before the noise scale is reached."""
+    """Whether the training set is too small for a global batch of the noise scale."""
     return facts.workers(facts.noise.scale) < round(facts.noise.scale / facts.samples)
 
 
 def _read_contract(path: Path) -> tuple[str, str, int, int, int | None]:
-    """The task, its flags, what a worker would get, the global batch, and the training set's samples.
+    """The task, its flags, the samples per worker, the global batch, and the samples of the training set.
 
-    A worker gets a part, or the reference batch where parts are smaller: those are there to measure alone.
+    A worker gets a part, or the reference batch if parts are smaller: then they exist only for the measurement.
     """
     about = load(path / "environment.json")
     try:

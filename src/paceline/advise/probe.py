@@ -1,4 +1,4 @@
-"""The run that `paceline advise` reads: a record that is there, or a short one that measures the noise scale of a task.
+"""The run that `paceline advise` reads: an existing record, or a short new run that measures a task's noise scale.
 
 Nothing at the top of this file imports torch.
 """
@@ -15,35 +15,40 @@ from paceline.records import find_record, name_for
 from paceline.toml import read_recipe
 
 PARTS, EPOCHS = 4, 3
-"""Of a probe, unless told otherwise: a step of the reference batch is cut into so many parts, whose gradients are compared, so
-it trains as the user trusts it to; the noise scale settles within a few epochs.
+"""The defaults of a probe: it cuts the reference batch into this many parts and compares their gradients, so that it trains as
+the user trusts it to. The noise scale settles within a few epochs.
 """
 
 
 def find_or_train(target: str, options: Mapping[str, Any], recipe: str | None = None) -> Path:
-    """The record called so, or a new one of the task called so."""
+    """The record of this name, or a new record of the task of this name."""
     runs_dir = Path(options.get("runs_dir", Config.runs_dir))
     for path in (Path(target), runs_dir / target):
         if path.is_dir():
             given = [flag(name) for name in options if name != "runs_dir"]
             if given or recipe:
-                raise UsageError(f"{given[0] if given else '--recipe'} is for training: {path} is a record that is there")
+                raise UsageError(
+                    f"{given[0] if given else '--recipe'} is only for training, but {path} is an existing record: leave it out"
+                )
             return path
     if "/" in target and ":" not in target and not target.endswith(".py"):
-        find_record(target, str(runs_dir))  # no task is called so: it says which records there are
+        find_record(target, str(runs_dir))  # not a task: the error lists the records
     return train_probe(target, {**read_recipe(recipe), **options} if recipe else options)
 
 
 def train_probe(task: str, options: Mapping[str, Any]) -> Path:
-    """A few epochs of a task with its noise scale measured; where its record is."""
-    make_config(check_options(options))  # a mistake shows before torch is loaded
+    """Train a task for a few epochs and measure its noise scale. Returns the record's path."""
+    make_config(check_options(options))  # report mistakes before torch is loaded
     from paceline.training import tasks
     from paceline.training.run import train
 
     batch = tasks.resolve(task, options)[1].reference_batch
-    usual = {"epochs": EPOCHS, "name": f"advise-{name_for(task)}-{time.strftime('%Y%m%d-%H%M%S')}"}
+    defaults = {"epochs": EPOCHS, "name": f"advise-{name_for(task)}-{time.strftime('%Y%m%d-%H%M%S')}"}
     if "virtual_workers" not in options:
-        usual |= {"virtual_workers": math.gcd(batch, PARTS), "global_batch": batch}
-    asked = {**usual, **options, "measure_noise": True}
-    print(f"no record is called {task}: training it for {asked['epochs']} epochs to measure its noise scale", flush=True)
-    return Path(train(task, **asked).record)
+        defaults |= {"virtual_workers": math.gcd(batch, PARTS), "global_batch": batch}
+    chosen = {**defaults, **options, "measure_noise": True}
+    print(
+        f"no record named {task}: training the task for {chosen['epochs']} epochs to measure its noise scale",
+        flush=True,
+    )
+    return Path(train(task, **chosen).record)

@@ -1,9 +1,9 @@
 """`paceline board`: the records of a folder in a browser, listed, compared, and drawn while they train. It never writes.
 
-Who may look: only this machine, unless a host is given; then only who has the token that is printed with the address. On this
-machine the Host header must name it too, or a page from elsewhere could reach the board under a name of its own (DNS
-rebinding). Nothing but GET and HEAD is answered, and a page may load nothing from anywhere else. starlette and uvicorn are
-imported in here alone, and only when a board is asked for; `live.py` has what changes, `listing.py` finds it.
+Access control: only this machine can connect, unless a host is given; then every request needs the token that is printed with
+the address. On this machine the Host header must name it, too, or a foreign page could reach the board under its own name (DNS
+rebinding). Only GET and HEAD are answered, and the page may load nothing from other servers. starlette and uvicorn are imported
+only here, and only when a board is started. `listing.py` finds what changed, `live.py` sends it.
 """
 
 import errno
@@ -19,6 +19,7 @@ import webbrowser
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -44,17 +45,17 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def board_verb(folder: str, host: str = "127.0.0.1", port: int = DEFAULT_PORT, open_browser: bool = False) -> int:
-    """Serve the board until Ctrl-C, which is its good end: exit code 0."""
+    """Serve the board until Ctrl-C, which ends it with exit code 0."""
     _check_installed()
     root = Path(folder)
     if not root.is_dir():
         found = "is a file, not a folder" if root.exists() else "does not exist"
         raise UsageError(
-            f"board of {folder}: it {found}; make a run first (paceline train fashion-mnist-mini) or name a folder of records"
+            f"board of {folder}: it {found}; train first (paceline train fashion-mnist-mini) or name a folder with records"
         )
     with listen(host, port) as listener:
         server = make_server(root, listener, host)
-        print(f"board at {server.url} (Ctrl-C ends it)", flush=True)
+        print(f"board at {server.url} (Ctrl-C to stop)", flush=True)
         if open_browser:
             threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
         with suppress(KeyboardInterrupt):
@@ -63,14 +64,14 @@ def board_verb(folder: str, host: str = "127.0.0.1", port: int = DEFAULT_PORT, o
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at this address; a UsageError where there can be none. Port 0 is any free one."""
+    """A socket that listens at this address; a UsageError where that is impossible. Port 0 means any free port."""
     if not 0 <= port <= 65535:
-        raise UsageError(f"--port is {port}: it must be 0 (any free one) to 65535")
+        raise UsageError(f"--port is {port}: it must be from 0 (any free port) to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
         raise UsageError(
-            f"--host {host!r} is no address of this machine: {getattr(error, 'strerror', None) or error}"
+            f"--host {host!r} is not an address of this machine: {getattr(error, 'strerror', None) or error}"
         ) from None
     listener = socket.socket(family, kind, protocol)
     try:
@@ -81,19 +82,17 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise UsageError(
-                f"port {port} is taken, perhaps by another board: choose another, or --port 0 for any free one"
+                f"port {port} is in use, perhaps by another board: choose another, or --port 0 for any free port"
             ) from None
         if error.errno == errno.EACCES:
-            raise UsageError(
-                f"port {port} is not for ordinary users: choose one above 1023, or --port 0 for any free one"
-            ) from None
+            raise UsageError(f"port {port} needs root: choose one above 1023, or --port 0 for any free port") from None
         raise UsageError(f"cannot listen at --host {host} --port {port}: {error.strerror}") from None
     return listener
 
 
 @dataclass(frozen=True)
 class BoardServer:
-    """A board that is ready to run, and where it is found."""
+    """A board that is ready to run, and its address."""
 
     server: "uvicorn.Server"
     listener: socket.socket
@@ -109,7 +108,7 @@ class BoardServer:
 
 
 def make_server(root: Path, listener: socket.socket, host: str, pause_s: float = 0.5) -> BoardServer:
-    """The server for a socket; it looks at the folder every `pause_s`. A host that is not this machine alone gets a token."""
+    """The server for a socket. It looks at the folder every `pause_s`. A host that others can reach gets a token."""
     import uvicorn
 
     port = listener.getsockname()[1]
@@ -119,7 +118,7 @@ def make_server(root: Path, listener: socket.socket, host: str, pause_s: float =
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            live.stop()  # or the server would wait for streams that never end by themselves
+            live.stop()  # the server would wait for streams that never end
             super().handle_exit(sig, frame)
 
     config = uvicorn.Config(
@@ -132,22 +131,22 @@ def make_server(root: Path, listener: socket.socket, host: str, pause_s: float =
         ws="none",
     )
     name = f"[{host}]" if ":" in host else host
-    if token and host in ("0.0.0.0", "::", ""):  # every address of this machine: others know it by its name
+    if token and host in ("0.0.0.0", "::", ""):  # every address of this machine: others reach it by its name
         name = socket.gethostname()
     return BoardServer(Server(config), listener, f"http://{name}:{port}/" + (f"?token={token}" if token else ""))
 
 
 def make_app(root: Path, live: Live) -> App:
-    """What is served, to those whom `Guard` lets pass."""
+    """The application behind `Guard`."""
     from starlette.applications import Starlette
     from starlette.responses import PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    files = {name: asset(name) for name in (*SCRIPTS, *_OWN)}
+    assets = {name: asset(name) for name in ("page.css", *SCRIPTS)} | {name: own_asset(name) for name in _OWN}
     script = plotly()
     script_name = f"plotly-{hashlib.sha256(script.encode()).hexdigest()[:12]}.js"
     scripts = "\n".join(f'<script src="assets/{name}" defer></script>' for name in SCRIPTS)
-    page = asset("board.html").replace("@scripts@", scripts).replace("@plotly@", script_name)
+    page = own_asset("board.html").replace("@scripts@", scripts).replace("@plotly@", script_name)
     page = page.replace("@folder@", html.escape(str(root)))
 
     async def home(request: "Request") -> Response:
@@ -155,33 +154,38 @@ def make_app(root: Path, live: Live) -> App:
 
     async def file(request: "Request") -> Response:
         name = request.path_params["name"]
-        if name == script_name:  # another script has another name: whoever has this one never needs to ask again
+        if name == script_name:  # the name holds a hash of the content, so browsers may cache it forever
             return Response(
                 script, media_type="text/javascript", headers={"Cache-Control": "private, max-age=31536000, immutable"}
             )
-        if name not in files:
-            return PlainTextResponse("there is no such file\n", status_code=404)
-        return Response(files[name], media_type="text/css" if name.endswith(".css") else "text/javascript")
+        if name not in assets:
+            return PlainTextResponse("no such file\n", status_code=404)
+        return Response(assets[name], media_type="text/css" if name.endswith(".css") else "text/javascript")
 
     async def events(request: "Request") -> Response:
         since = request.headers.get("last-event-id") or request.query_params.get("since", "")
-        told = live.events(request.query_params.getlist("run"), since)
-        return StreamingResponse(told, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+        stream = live.events(request.query_params.getlist("run"), since)
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
     async def report(request: "Request") -> Response:
         paths = await live.find(request.query_params.getlist("run")[:MOST_FOLLOWED])
         if not paths:
-            return PlainTextResponse("there is no such record\n", status_code=404)
+            return PlainTextResponse("no such record\n", status_code=404)
         text = await aside(lambda: render([read_source(path) for path in paths]))
-        name = 'attachment; filename="paceline-report.html"'  # opened from the disk, where its own policy holds
+        name = 'attachment; filename="paceline-report.html"'  # saved to disk, where the policy in the file applies
         return Response(text, media_type="text/html; charset=utf-8", headers={"Content-Disposition": name})
 
     routes = [Route("/", home), Route("/report", report), Route("/events", events), Route("/assets/{name}", file)]
     return Starlette(routes=routes)
 
 
+def own_asset(name: str) -> str:
+    """A file that only the board's page has; the others are the report's."""
+    return (files("paceline.board") / "assets" / name).read_text(encoding="utf-8")
+
+
 class Guard:
-    """Turns away who may not look, and tells browsers what a page of ours may do."""
+    """Access control, and the headers that tell browsers what our pages may do."""
 
     def __init__(self, app: App, *, port: int, host: str, token: str = "") -> None:
         self._app, self._token = app, token
@@ -219,16 +223,16 @@ class Guard:
 
     @property
     def _cookie(self) -> str:
-        return f"paceline-board-{self._port}"  # cookies are kept by name alone, whatever the port
+        return f"paceline-board-{self._port}"  # browsers share cookies between ports, so the name holds the port
 
     def _refuse(self, method: str, headers: dict[bytes, bytes], has_token: bool) -> tuple[int, str] | None:
-        """The status and the reason, where somebody may not."""
+        """The HTTP status and reason of a refused request; None if it is allowed."""
         if method not in ("GET", "HEAD"):
-            return 405, "a board is only for looking: GET and HEAD\n"
+            return 405, "the board is read-only: GET and HEAD\n"
         if not self._token:
             if headers.get(b"host", b"").decode("latin-1").lower() in self._hosts:
                 return None
-            return 403, f"this board is at localhost:{self._port} alone; through a tunnel, use the same port at both ends\n"
+            return 403, f"this board answers only at localhost:{self._port}; through a tunnel, use the same port at both ends\n"
         cookies = [each.strip().partition("=") for each in headers.get(b"cookie", b"").decode("latin-1").split(";")]
         if has_token or self._is_ours([value for name, _, value in cookies if name == self._cookie]):
             return None
@@ -244,11 +248,11 @@ def is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name: it may be anybody's
+    except ValueError:  # a host name, which may be any machine
         return False
 
 
-_OWN = ("page.css", "board.css", "rows.js", "board.js")
+_OWN = ("board.css", "rows.js", "board.js")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

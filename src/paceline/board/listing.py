@@ -1,16 +1,15 @@
-"""Which records a folder holds, and what changed since somebody last looked: for the board.
+"""Which records a folder holds, and what changed since the last look.
 
-A look costs little when little changes. A folder's own time says whether names in it changed, so that names are listed anew
-only then; summaries are kept by the times and sizes of the files they came from; runs that train, or changed of late, are
-looked at each time, the others in turn, an eighth of them a time. Of a metrics.jsonl that somebody follows only appended bytes
-are read.
+A look costs little when little has changed. A folder's modification time says whether names in it changed, so names are listed
+again only then. Summaries are kept until the times or sizes of their files change. Runs that are training, or changed in the
+last minute, are checked at every look; the others take turns, an eighth of them per look. Of a metrics.jsonl that a browser
+follows, only appended bytes are read.
 
-Nothing here writes. Links are not followed where they lead out of the folder: folders that are links are left out (what they
-lead to inside is listed by itself), and a record whose files lead elsewhere is listed but not read. Records are read through
-`ConfinedPath`, which checks this again whenever a file is opened: a record may become a link after it was listed.
+Nothing here writes. Links that lead out of the folder are not followed: folders that are links are left out (what they point to
+inside the folder is listed under its own name), and a record whose files lead outside is listed but not read. Records are read
+through `ConfinedPath`, which checks this again whenever a file is opened: a record may become a link after it was listed.
 """
 
-import json
 import math
 import os
 import stat
@@ -21,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.board.summaries import read_summary
+from paceline.records import Status, parse_row
 from paceline.report.confined import AnyPath, ConfinedPath
-from paceline.report.read import read_summary
 
 MARKS = frozenset(
     {
@@ -36,28 +36,28 @@ Summary = dict[str, Any]
 
 
 class Listing:
-    """The records in a folder and one level below. `look` brings it up to date; any thread may call it."""
+    """The records in a folder and one level below. `look` updates it; any thread may call it."""
 
     def __init__(self, root: Path, read: Callable[[ConfinedPath], Mapping[str, Any]] = read_summary) -> None:
         self.root = root.resolve()
         self.version = 0
-        """Grows with every change that `changes` tells about."""
+        """Grows with every change that `changes` reports."""
         self.pending = 0
-        """How many records are known but not read yet."""
+        """How many records were found but not read yet."""
         self._read = read
         self._folders = {".": _Folder(id=".", path=self.root, depth=0)}
         self._removed: dict[str, int] = {}
         self._unread: set[str] = set()
         self._turn = 0
-        self._lock = threading.Lock()  # whoever asked for a look may be gone before it ends, and another ask for the next
+        self._lock = threading.Lock()  # a browser may leave while its look runs, and another may ask for the next
 
     def look(self, *, everything: bool = False, budget_s: float = 1.0) -> None:
-        """See what changed. Stops reading when the budget is used: `pending` says how many records wait for the next look."""
+        """Find what changed. Stops reading when the budget is used up: `pending` says how many records are left."""
         with self._lock:
             self._look(everything, time.monotonic() + budget_s)
 
     def changes(self, since: int = 0) -> dict[str, Any]:
-        """What is new after a version: records that changed and those that went. After version 0 it is all there is."""
+        """What changed after a version: changed and removed records. Version 0 gives everything."""
         with self._lock:
             known = [folder for folder in self._folders.values() if folder.summary is not None]
             return {
@@ -73,22 +73,22 @@ class Listing:
         return folder is not None and folder.summary is not None and not folder.refused
 
     def path(self, id: str) -> ConfinedPath | None:
-        """A listed record's folder; None if it is not listed yet, or has become a link."""
+        """The folder of a listed record; None if it is not listed yet, or has become a link."""
         if not self.knows(id):
             return None
         path = ConfinedPath(self.root if id == "." else self.root / id, self.root)
         return path if path.is_plain_folder() else None
 
     def marks(self, id: str) -> tuple[Any, ...]:
-        """The times and sizes of a record's files but for metrics.jsonl: a change says that more than rows is new."""
+        """Times and sizes of a record's files, without those that only get appended rows: a change needs a complete read."""
         folder = self._folders.get(id)
-        return tuple(mark for mark in folder.marks if mark[0] != "metrics.jsonl") if folder else ()
+        return tuple(mark for mark in folder.marks if mark[0] not in _APPENDED) if folder else ()
 
     def _look(self, everything: bool, end: float) -> None:
         self._turn += 1
         for number, folder in enumerate(list(self._folders.values())):
             due = everything or number % _TURNS == self._turn % _TURNS or folder.is_lively()
-            if due and self._folders.get(folder.id) is folder:  # not removed by the look at the folder above it
+            if due and self._folders.get(folder.id) is folder:  # not removed while its parent folder was checked
                 self._look_at(folder)
         version = self.version + 1
         newest_first = sorted(self._unread, key=lambda id: self._folders[id].mtime_ns, reverse=True)
@@ -105,10 +105,12 @@ class Listing:
     def _look_at(self, folder: "_Folder") -> None:
         try:
             changed, names = folder.look()
-        except OSError:  # gone, or not ours to see
+        except OSError:  # gone, or not readable
             self._remove(folder.id)
             return
-        asks_again = folder.is_running() and self._turn % _RUNNING_TURNS == 0  # a killed run changes no file: its lock is gone
+        asks_again = (
+            folder.is_running() and self._turn % _RUNNING_TURNS == 0
+        )  # a killed run changes no file, but its lock is gone
         if changed or asks_again:
             self._unread.add(folder.id)
         if not folder.marks:
@@ -118,7 +120,7 @@ class Listing:
             self._adopt(folder, names)
 
     def _adopt(self, folder: "_Folder", names: set[str]) -> None:
-        """Know the folders in a folder: look at new ones, forget those that went."""
+        """Update the folders in a folder: check new ones, forget those that are gone."""
         prefix = "" if folder.depth == 0 else f"{folder.id}/"
         for id in [child for child in folder.children if child.rpartition("/")[2] not in names]:
             self._remove(id)
@@ -146,7 +148,7 @@ class Listing:
             self._removed[folder.id] = self.version
 
     def _summary(self, folder: "_Folder") -> Summary:
-        """A summary, whatever the record is like: one that cannot be read must not hide the others."""
+        """The summary of any record: one that cannot be read must not hide the others."""
         self._removed.pop(folder.id, None)
         about: Summary = {"id": folder.id, "name": folder.id if folder.depth else folder.path.name}
         try:
@@ -156,18 +158,21 @@ class Listing:
             note = folder.refused
         except Exception as error:
             note = f"cannot be read: {type(error).__name__}: {error}"
-        return {**about, "status": "unreadable", "kind": "run", "note": note}
+        return {**about, "status": Status.UNREADABLE, "kind": "run", "note": note}
 
 
 class Tail:
-    """What is appended to a metrics.jsonl, from its end as it is when the tail is made."""
+    """Reads what is appended to a metrics.jsonl after the tail was made."""
 
     def __init__(self, record: AnyPath) -> None:
         self._path = record / "metrics.jsonl"
         self._inode, self.end = self._start()
 
     def read(self) -> list[tuple[int, dict[str, Any]]] | None:
-        """The rows appended since, each with where it ends. None: the file is another one now, or rows were taken back."""
+        """The rows appended since the last read, each with its end in the file.
+
+        None if the whole record must be read again: the file was replaced or cut, or the run resumed and repeats rows.
+        """
         try:
             with self._path.open("rb") as file:
                 about = os.fstat(file.fileno())
@@ -181,18 +186,15 @@ class Tail:
         except OSError:
             return []
         rows = []
-        for line in text[: text.rfind(b"\n") + 1].splitlines(keepends=True):  # half a row waits for its other half
+        for line in text[: text.rfind(b"\n") + 1].splitlines(keepends=True):  # the last row may be incomplete
             self.end += len(line)
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
+            row = parse_row(line)
+            if row is not None:
                 rows.append((self.end, row))
-        return None if any(row.get("kind") == "resume" for _, row in rows) else rows
+        return None if any(row["kind"] == "resume" for _, row in rows) else rows
 
     def _start(self) -> tuple[int, int]:
-        """The file's inode, and the end of its last whole row."""
+        """The file's inode, and the end of its last complete row."""
         try:
             with self._path.open("rb") as file:
                 about = os.fstat(file.fileno())
@@ -204,24 +206,25 @@ class Tail:
         return about.st_ino, block + last + 1 if last >= 0 else 0
 
 
-_TURNS = 8  # looks until every record was looked at, whatever it seemed to do: 4 s at two looks a second
+_APPENDED = frozenset(("metrics.jsonl", "course.csv"))  # course.csv repeats what the epoch rows say
+_TURNS = 8  # looks until every record was checked: 4 s at two looks per second
 _RUNNING_TURNS = 4
 _LIVELY_S = 60.0
-_SETTLED_NS = 2_000_000_000  # a folder changed within the clock's grain of a look may change again under the same time
-_MOST_BYTES = 4 << 20  # of appended rows in one look
+_SETTLED_NS = 2_000_000_000  # a folder that just changed may change again without a new modification time
+_MOST_BYTES = 4 << 20  # of appended rows that one look reads
 _LONGEST_ROW = 1 << 16
 _STUDIES = frozenset(("study.json", "results.json"))
 
 
 @dataclass
 class _Folder:
-    """A folder that is a record, holds some, or neither."""
+    """A folder that is a record, contains records, or neither."""
 
     id: str
     path: Path
     depth: int
     marks: tuple[tuple[str, int, int], ...] = ()
-    """Of each file that makes it a record: name, time, size."""
+    """(name, time, size) of each file that makes it a record."""
     mtime_ns: int = -1
     children: set[str] = field(default_factory=set)
     summary: Summary | None = None
@@ -232,18 +235,18 @@ class _Folder:
     _changed: float = -math.inf
 
     def is_running(self) -> bool:
-        return self.summary is not None and self.summary.get("status") == "running"
+        return self.summary is not None and self.summary.get("status") == Status.RUNNING
 
     def is_lively(self) -> bool:
         return self.depth == 0 or bool(self.children) or self.is_running() or time.monotonic() - self._changed < _LIVELY_S
 
     def may_hold_records(self) -> bool:
-        """The root does, and so do a study's folder and one that is no record itself."""
+        """Whether it may contain records: the root, a study's folder, and any folder that is not a record."""
         names = {mark[0] for mark in self.marks}
         return self.depth == 0 or (self.depth == 1 and (not names or bool(names & _STUDIES)))
 
     def look(self) -> tuple[bool, set[str] | None]:
-        """Whether its files changed; and the folders in it, or None where names are as they were."""
+        """Whether its files changed, and the folders in it; None for the folders if no names changed."""
         about, first = os.lstat(self.path), self.mtime_ns < 0
         if not stat.S_ISDIR(about.st_mode):  # it was replaced by a link
             raise NotADirectoryError(self.path)
@@ -267,7 +270,7 @@ def _marks(folder: Path, names: list[str]) -> tuple[tuple[str, int, int], ...]:
     found = []
     for name in names:
         try:
-            about = os.stat(f"{folder}/{name}")  # a Path would take longer than the question
+            about = os.stat(f"{folder}/{name}")  # a Path would take longer than the stat itself
         except OSError:
             continue
         found.append((name, about.st_mtime_ns, about.st_size))
@@ -275,7 +278,7 @@ def _marks(folder: Path, names: list[str]) -> tuple[tuple[str, int, int], ...]:
 
 
 def _leads_elsewhere(record: Path, names: list[str], root: Path) -> str:
-    """Why a record's files are not for reading, or "". Opening a pipe would wait for its writer for ever."""
+    """Why a record must not be read, or "". Opening a pipe would wait forever for its writer."""
     for name in names:
         path = record / name
         about = os.lstat(path)

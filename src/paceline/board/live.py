@@ -1,11 +1,11 @@
-"""What a board's browsers are told while runs train: server-sent events from one watcher that all of them share.
+"""Updates for the board's browsers while runs train: server-sent events from one watcher that all browsers share.
 
-The watcher looks at the folder twice a second while anybody is connected, and puts what changed into each browser's queue. A
-stream begins with the list of records (or what changed since the version the browser already has) and the records it follows,
-whole; then come changes of the list and appended rows. All of it comes in one stream, in order: nothing is missed in between.
+The watcher looks at the folder twice per second while a browser is connected, and puts what changed into each browser's queue.
+A stream begins with the list of records (or what changed since the version that the browser has) and each record the browser
+follows, complete. Changes of the list and appended rows follow. All in one stream, in order: nothing is missed in between.
 
     event: runs     {"whole", "version", "pending", "changed": [summaries], "removed": [ids]}
-    event: source   {"id", "headline", "source": what `read.read_source` says; null where the record is gone}
+    event: source   {"id", "headline", "source": the result of `read_source`; null if the record is gone}
     event: rows     {"id", "headline", "summary", "last", "notes", "rows": {"step": {"step": [...], "loss": [...]}, ...}}
 """
 
@@ -24,21 +24,21 @@ from paceline.files import finite
 from paceline.report.confined import ConfinedPath
 from paceline.report.read import read_source
 from paceline.report.series import MOST_ROWS, Columns, number, text, thin
-from paceline.report.summary import headline, sentence
+from paceline.report.summary import headline, summarize
 
 T = TypeVar("T")
 
 MOST_FOLLOWED = 24
-"""Records that one browser may follow: more lines than that nobody tells apart."""
+"""Records that one browser may follow: more lines cannot be told apart in a chart."""
 
 
 class Live:
-    """The watcher and those it tells."""
+    """The watcher, and the browsers it sends updates to."""
 
     def __init__(self, listing: Listing, pause_s: float = 0.5) -> None:
         self._listing = listing
         self._pause_s = pause_s
-        self._boot = secrets.token_hex(4)  # versions of another board's listing mean nothing here
+        self._boot = secrets.token_hex(4)  # versions from another board process do not apply here
         self._browsers: set[_Browser] = set()
         self._tails: dict[str, Tail] = {}
         self._marks: dict[str, tuple[Any, ...]] = {}
@@ -46,26 +46,26 @@ class Live:
         self._stopped = False
 
     async def events(self, ids: Iterable[str], since: str = "") -> AsyncIterator[str]:
-        """One browser's stream; `since` is the id of the last event it had."""
+        """One browser's stream. `since` is the id of the last event it received."""
         browser, alone = _Browser(list(dict.fromkeys(ids))[:MOST_FOLLOWED]), not self._browsers
         self._browsers.add(browser)
         try:
             boot, _, version = since.partition("-")
             known = int(version) if boot == self._boot and version.isdecimal() else 0
-            yield self._runs(await self._look(known, everything=alone), whole=not known)  # nobody has watched until now
+            yield self._runs(await self._look(known, everything=alone), whole=not known)
             self._watcher = self._watcher or asyncio.create_task(self._watch(self._listing.version))
             for id in browser.ids:
                 yield await self._source(browser, id)
             while not self._stopped:
-                told = await browser.next()
-                if told is None:
+                update = await browser.next()
+                if update is None:
                     return
-                if isinstance(told, _Rows):
-                    yield await self._rows(browser, told)
-                elif isinstance(told, dict):
-                    yield self._runs(told) if told else _SIGN_OF_LIFE
+                if isinstance(update, _Rows):
+                    yield await self._rows(browser, update)
+                elif isinstance(update, dict):
+                    yield self._runs(update) if update else _KEEP_ALIVE
                 else:
-                    yield await self._source(browser, told)
+                    yield await self._source(browser, update)
         finally:
             self._browsers.discard(browser)
             if not self._browsers and self._watcher:
@@ -73,7 +73,7 @@ class Live:
                 self._watcher = None
 
     async def find(self, ids: Sequence[str]) -> list[ConfinedPath]:
-        """The folders of those of these records that are listed."""
+        """The folders of these records; those that are not listed are left out."""
         paths = [await aside(self._listing.path, id) for id in ids]
         if None in paths:  # the folder may not have been scanned yet
             await self._look(0, everything=True)
@@ -81,7 +81,7 @@ class Live:
         return [path for path in paths if path is not None]
 
     def stop(self) -> None:
-        """End all streams, so that a server that waits for them can end. Any thread may call it."""
+        """End all streams: the server waits for them before it stops. Any thread may call it."""
         self._stopped = True
         for browser in list(self._browsers):
             browser.end()
@@ -89,7 +89,7 @@ class Live:
     async def _watch(self, version: int) -> None:
         try:
             await self._watch_on(version)
-        except Exception:  # ours: let the browsers come back to a new watcher, and Python say what it was
+        except Exception:  # a bug: the browsers reconnect to a new watcher, and Python prints the error
             self._watcher = None
             for browser in self._browsers:
                 browser.end()
@@ -103,19 +103,19 @@ class Live:
             if change["version"] != version or change["pending"]:
                 version = change["version"]
                 for browser in self._browsers:
-                    browser.tell(change)
-            for told in await self._appended():
+                    browser.put(change)
+            for update in await self._appended():
                 for browser in self._browsers:
-                    if (told.id if isinstance(told, _Rows) else told) in browser.ids:
-                        browser.tell(told)
+                    if (update.id if isinstance(update, _Rows) else update) in browser.ids:
+                        browser.put(update)
 
     async def _look(self, since: int, *, everything: bool) -> dict[str, Any]:
         await aside(self._listing.look, everything=everything)
         return await aside(self._listing.changes, since)
 
     async def _appended(self) -> list["_Rows | str"]:
-        """New rows of the records somebody follows, or the id alone where the record must be read anew."""
-        # Skip records that a browser is about to get for the first time: it would get them twice.
+        """New rows of the followed records; only the id where the whole record must be read again."""
+        # Skip records that a browser has not received yet: it would get their rows twice.
         followed = {id for browser in self._browsers for id in browser.ids if id in browser.followed}
         for gone in self._tails.keys() - followed:
             self._tails.pop(gone)
@@ -123,7 +123,7 @@ class Live:
         for id in followed:
             known, marks, tail = self._listing.knows(id), self._listing.marks(id), self._tails.get(id)
             if not known or tail is None:
-                if known or tail is not None:  # it came, or it went
+                if known or tail is not None:  # it appeared, or it is gone
                     found.append(id)
                 self._tails.pop(id, None)
                 if known:
@@ -138,9 +138,9 @@ class Live:
         return found
 
     async def _follow(self, id: str) -> int:
-        """Have a tail on a record; returns where its rows end now."""
+        """Start a tail on a record. Returns the current end of its rows."""
         path = await aside(self._listing.path, id)
-        if path is None:  # its tail stays until the watcher has told every follower
+        if path is None:  # its tail stays until the watcher has told every browser
             return 0
         tail = await aside(Tail, path)
         if id not in self._tails:
@@ -151,25 +151,25 @@ class Live:
         return _event("runs", {"whole": whole, **change}, f"{self._boot}-{change['version']}")
 
     async def _source(self, browser: "_Browser", id: str) -> str:
-        """A record as a whole. Rows up to where it ends now are in it, and are not told again."""
+        """A complete record. It has the rows up to their current end, and later updates have those after it."""
         followed = browser.followed[id] = _Followed(end=await self._follow(id))
         path, source = await aside(self._listing.path, id), None
         if path is not None:
             begin = time.monotonic()
-            source = await aside(_read_source, path, id)
+            source = await aside(_read_source, path, id, followed.end)
             followed.read_s = time.monotonic() - begin
             followed.head = {name: value for name, value in source.items() if name not in ("series", "timeline", "landscape")}
         return _event("source", {"id": id, "headline": browser.headline(), "source": source})
 
-    async def _rows(self, browser: "_Browser", told: "_Rows") -> str:
-        followed = browser.followed.setdefault(told.id, _Followed())
-        rows = [row for end, row in told.rows if end > followed.end]
-        followed.end = max(followed.end, told.rows[-1][0])
-        followed.told += len(rows)
-        knows_epochs = number(followed.head.get("facts", {}).get("steps_per_epoch"))  # or they are worked out from all rows
+    async def _rows(self, browser: "_Browser", update: "_Rows") -> str:
+        followed = browser.followed.setdefault(update.id, _Followed())
+        rows = [row for end, row in update.rows if end > followed.end]
+        followed.end = max(followed.end, update.rows[-1][0])
+        followed.sent += len(rows)
+        knows_epochs = number(followed.head.get("facts", {}).get("steps_per_epoch"))  # else they are worked out from all rows
         if followed.is_due() or not knows_epochs:
-            return await self._source(browser, told.id)
-        followed.bring_up_to_date(rows)
+            return await self._source(browser, update.id)
+        followed.apply(rows)
         tables = {kind: Columns() for kind in ("step", "epoch", "health")}
         for row in rows:
             if row.get("kind") in tables:
@@ -177,11 +177,11 @@ class Live:
         about = {name: followed.head[name] for name in ("summary", "last")}
         notes = [text(row.get("text")) for row in rows if row.get("kind") == "note"]
         series = {kind: thin(columns) for kind, columns in tables.items()}
-        return _event("rows", {"id": told.id, "headline": browser.headline(), **about, "rows": series, "notes": notes})
+        return _event("rows", {"id": update.id, "headline": browser.headline(), **about, "rows": series, "notes": notes})
 
 
 async def aside(function: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Call it in a thread of its own, which Ctrl-C does not wait for: it only reads, however long that takes."""
+    """Call a function in its own thread. Ctrl-C does not wait for it: it only reads, however long that takes."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
@@ -199,43 +199,44 @@ async def aside(function: Callable[..., T], *args: Any, **options: Any) -> T:
     return await answer
 
 
-_MOST_WAITING = 1_000  # events; a browser that reads none of them is asleep, and asks again when it wakes
-_SIGN_OF_LIFE = ": still here\n\n"
-_SIGN_OF_LIFE_S = 15.0
-_WHOLE_AGAIN_S = 30.0  # what is made of all rows, such as where the time went, is brought up to date so often ...
+_MOST_WAITING = 1_000  # updates; a browser that reads none of them is asleep, and reconnects when it wakes
+_KEEP_ALIVE = ": still here\n\n"
+_KEEP_ALIVE_S = 15.0
+_WHOLE_AGAIN_S = 30.0  # how often what depends on all rows, such as the mean components of a step, is updated ...
 _CHEAP_S = 0.2  # ... if reading the record takes no longer than this
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows appended to a record, each with where it ends in its file."""
+    """Rows appended to a record, each with its end in the file."""
 
     id: str
     rows: list[tuple[int, dict[str, Any]]]
 
 
-Told = dict[str, Any] | _Rows | str
+Update = dict[str, Any] | _Rows | str
+"""A change of the list, appended rows, or the id of a record to send again."""
 
 
 @dataclass
 class _Followed:
-    """What a browser knows of a record."""
+    """What a browser has received of a record."""
 
     end: int = 0
-    """Up to which byte of its metrics."""
-    told: int = 0
-    """How many rows since it had the whole."""
+    """The byte of metrics.jsonl up to which it has the rows."""
+    sent: int = 0
+    """Rows sent since the complete record."""
     head: dict[str, Any] = field(default_factory=dict)
     """The record without its series."""
     read_s: float = 0.0
     _whole_at: float = field(default_factory=time.monotonic)
 
     def is_due(self) -> bool:
-        """Whether it is time for the whole again: or a page left open over night would hold every row."""
-        return self.told > MOST_ROWS or (self.read_s < _CHEAP_S and time.monotonic() - self._whole_at > _WHOLE_AGAIN_S)
+        """Whether to send the complete record again: a page left open overnight would otherwise hold every row."""
+        return self.sent > MOST_ROWS or (self.read_s < _CHEAP_S and time.monotonic() - self._whole_at > _WHOLE_AGAIN_S)
 
-    def bring_up_to_date(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Where the run stands, and the sentence about it."""
+    def apply(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Update the run's last values and its summary."""
         last = dict(self.head.get("last", {}))
         for row in rows:
             last |= {
@@ -244,7 +245,7 @@ class _Followed:
                 if number(row.get(name)) is not None
             }
         self.head["last"] = last
-        self.head["summary"] = _sentence(self.head)
+        self.head["summary"] = summarize(self.head)
 
 
 _LAST = {
@@ -255,29 +256,29 @@ _LAST = {
     },
     "health": {"memory_bytes": "memory_bytes"},
 }
-"""Which of a row's fields say where a run stands, and their names in `last`."""
+"""The fields of each kind of row that a source has in `last`, and their names there."""
 
 
 @dataclass(eq=False)
 class _Browser:
     ids: list[str]
     followed: dict[str, _Followed] = field(default_factory=dict)
-    _queue: "asyncio.Queue[Told | None]" = field(default_factory=asyncio.Queue)
+    _queue: "asyncio.Queue[Update | None]" = field(default_factory=asyncio.Queue)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
-    def tell(self, told: Told) -> None:
+    def put(self, update: Update) -> None:
         if self._queue.qsize() < _MOST_WAITING:
-            self._queue.put_nowait(told)
+            self._queue.put_nowait(update)
         elif self._queue.qsize() == _MOST_WAITING:
             self._queue.put_nowait(None)
 
     def end(self) -> None:
         self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
 
-    async def next(self) -> Told | None:
-        """What to tell next; an empty dict after a while of silence, so that a connection that is gone is noticed."""
+    async def next(self) -> Update | None:
+        """The next update; an empty dict after a long silence, so that a lost connection is noticed."""
         try:
-            return await asyncio.wait_for(self._queue.get(), _SIGN_OF_LIFE_S)
+            return await asyncio.wait_for(self._queue.get(), _KEEP_ALIVE_S)
         except TimeoutError:
             return {}
 
@@ -285,7 +286,7 @@ class _Browser:
         heads = [self.followed[id].head for id in self.ids if id in self.followed and self.followed[id].head]
         try:
             return headline(heads) if heads else ""
-        except Exception:  # values of unexpected kinds
+        except Exception:  # values of unexpected types
             return f"{len(heads)} records."
 
 
@@ -293,22 +294,15 @@ def _event(name: str, data: Any, id: str = "") -> str:
     return f"event: {name}\n{f'id: {id}{chr(10)}' if id else ''}data: {_to_json(data)}\n\n"
 
 
-def _read_source(path: ConfinedPath, id: str) -> dict[str, Any]:
-    """A record under the name the list has for it."""
-    source = read_source(path)
+def _read_source(path: ConfinedPath, id: str, end: int) -> dict[str, Any]:
+    """A record up to byte `end` of its rows, under its name in the list."""
+    source = read_source(path, end)
     source |= {"id": id, "name": path.name if id == "." else id}
-    return {**source, "summary": _sentence(source)}
-
-
-def _sentence(source: Mapping[str, Any]) -> str:
-    try:
-        return sentence(source)
-    except Exception:
-        return f"{source['name']} cannot be summed up: it holds values of unexpected kinds."
+    return {**source, "summary": summarize(source)}
 
 
 def _to_json(value: Any) -> str:
-    """JSON for a browser: a foreign record's NaN is null, and what JSON has no word for is text."""
+    """JSON for a browser: NaN in a foreign record becomes null, and other types become text."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (ValueError, TypeError):

@@ -1,20 +1,20 @@
-"""A cluster as `paceline plan` sees it: nodes, workers a node, two links, a price; from TOML, or measured here.
+"""A cluster for `paceline plan`: nodes, workers per node, two links and a price, from TOML or measured on this machine.
 
-    name = "example"                     # what tables call it
-    about = "8 GPUs a node, 400 Gb/s"    # one line
-    source = "https://... (date)"        # where the figures are from
-    unverified = "..."                   # which of them are from memory or guessed, if any
+    name = "example"                     # its name in tables
+    about = "8 GPUs per node, 400 Gb/s"  # one line
+    source = "https://... (date)"        # where the numbers come from
+    unverified = "..."                   # which numbers are remembered or guessed, if any
     workers_per_node = 8
     cores_per_node = 96                  # CPU workers only: more workers than cores slow each other down
-    link_cores = 96                      # cores that carry `intra`, where it is the node's own memory (gloo on one node)
-    trees = true                         # between nodes all-reduces may go by trees (NCCL); false: rings alone (gloo)
+    link_cores = 96                      # cores that carry `intra`, if it is the node's memory (gloo on one node)
+    trees = true                         # all-reduces between nodes may use trees (NCCL); false: only rings (gloo)
     intra = {latency_us = 1.9, bandwidth_GBps = 450, efficiency = {typical = 0.8, low = 0.7, high = 1.0}}
     inter = {latency_us = 8.5, bandwidth_GBps = 400}      # of a whole node, one direction
     efficiency = {typical = 0.8, low = 0.6, high = 0.95}  # share of the line rate that all-reduces reach
     price = {per_worker_hour = 6.88, currency = "USD", source = "https://...", date = "2026-11-09"}
 
-Bandwidths are one direction's, in gigabytes (1e9) a second: a GPU with "900 GB/s NVLink" sends 450. One worker a node needs no
-`intra`, a single node no `inter`. Figures without a stated spread are taken to be right within `LOOSE` either way.
+Bandwidths are for one direction, in gigabytes (1e9) per second: a GPU with "900 GB/s NVLink" sends 450. With one worker per
+node, `intra` is not needed; with a single node, `inter` is not. Latencies are taken to be right within a factor of `LOOSE`.
 """
 
 import dataclasses
@@ -30,18 +30,18 @@ from paceline.plan.links import Fit
 from paceline.toml import read_toml
 
 LOOSE = 1.5
-"""The factor, either way, within which a latency is taken to be right."""
+"""A latency is assumed to be right within this factor in both directions."""
 
 HERE = "here"
 """The name of the machine a record was measured on."""
 
 ENDLESS = 1 << 30
-"""Workers a node where all are on one, however many."""
+"""Workers per node if all workers are on one node, whatever their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """A figure and where it may lie."""
+    """A number and its range."""
 
     typical: float
     low: float
@@ -50,17 +50,17 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """One kind of link, with what is not known about it."""
+    """One kind of link, with its uncertainty."""
 
     latency_s: Range
     bytes_per_s: Range
     level: float = 0.0
-    """How well a fit knows how long all-reduces take on the whole: its residual over the root of its timings; 0: no fit."""
+    """The uncertainty of a fit's overall level: its residual divided by the root of its number of timings; 0: not fitted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """What a worker costs an hour."""
+    """What a worker costs per hour."""
 
     per_worker_hour: float
     currency: str = "USD"
@@ -83,38 +83,38 @@ class Cluster:
     inter: Wire | None = None
     price: Price | None = None
     link_cores: int | None = None
-    """The cores that carry the link within a node, where it is the node's own memory: more workers than those slow it down."""
+    """The cores that carry the link within a node, if it is the node's memory: more workers than cores slow it down."""
     one_machine: bool = False
-    """Whether all nodes are one machine, whose `cores_per_node` cores all workers share (`--cores`)."""
+    """Whether all nodes are one machine and all workers share its `cores_per_node` cores (`--cores`)."""
     here: bool = False
-    """Whether this is the machine the record was measured on, so that what was measured on it holds."""
+    """Whether this is the machine of the record, so that its measurements apply directly."""
     off: float = 1.0
-    """The factor, either way, by which fitted links are typically off the all-reduces that were timed."""
+    """The factor by which the fitted links typically differ from the timed all-reduces."""
 
     def nodes(self, workers: int) -> int:
-        """How many nodes so many workers fill."""
+        """The number of nodes for this number of workers."""
         return math.ceil(workers / self.workers_per_node)
 
     def most_workers(self) -> int | None:
-        """The most workers there can be: a single node has no network."""
+        """The largest possible number of workers; None: no limit. Without a network there is only one node."""
         return self.workers_per_node if self.inter is None else None
 
 
 def find_cluster(name: str) -> Cluster:
-    """The preset of that name, or the cluster in a TOML file; a preset's bare name is the preset, whatever lies around."""
+    """The preset of this name, or the cluster in a TOML file. A preset's name always means the preset."""
     if not name.strip():
-        raise UsageError("--cluster is empty: give a preset's name, a TOML file or here (--cluster list shows what there is)")
+        raise UsageError("--cluster is empty: give a preset, a TOML file or here (--cluster list shows the presets)")
     path, packaged = Path(name), presets()
     if name in packaged or (path.name == name and not path.suffix and not path.exists()):
         if name not in packaged:
             error = unknown("cluster", name, [*packaged, HERE])
-            raise UsageError(f"{error} (--cluster list shows them all; a TOML file's name will do too)")
+            raise UsageError(f"{error} (--cluster list shows all presets; a TOML file works, too)")
         path = packaged[name]
     return read_cluster(path)
 
 
 def presets() -> dict[str, Path]:
-    """The clusters that come with Paceline, by name."""
+    """The clusters shipped with Paceline, by name."""
     return {file.stem: file for file in sorted((Path(__file__).parent / "clusters").glob("*.toml"))}
 
 
@@ -127,12 +127,12 @@ def list_presets() -> str:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """A cluster from its TOML; a UsageError of one line where something is wrong with it."""
+    """Read a cluster from TOML; a one-line UsageError if something is wrong."""
     what = f"cluster {path.stem if path.parent.name == 'clusters' else path}"
     try:
         found = read_toml(path, what)
-    except (ValueError, RecursionError):  # a number of thousands of digits, tables in tables without end
-        raise UsageError(f"{what} is not valid TOML: a number is too long, or its tables are too deep") from None
+    except (ValueError, RecursionError):  # a number with thousands of digits, or tables nested too deeply
+        raise UsageError(f"{what} is not valid TOML: a number is too long, or its tables are nested too deeply") from None
     _check_keys(found, _KEYS, what)
     for needed in ("name", "workers_per_node"):
         if needed not in found:
@@ -162,9 +162,9 @@ def read_cluster(path: Path) -> Cluster:
 def from_fit(
     intra: Fit | None, inter: Fit | None = None, *, workers_per_node: int | None = None, cores: int | None, trees: bool
 ) -> Cluster:
-    """The machine a record was measured on, with its links as fitted.
+    """The machine of a record, with its fitted links.
 
-    `workers_per_node` None: all workers on one node, however many. Its cores carry the link within a node.
+    `workers_per_node` None: all workers are on one node. Its cores carry the link within a node.
     """
     fits = [fit for fit in (intra, inter) if fit is not None]
     timings, off = sum(fit.timings for fit in fits), math.exp(max(fit.residual for fit in fits))
@@ -172,7 +172,7 @@ def from_fit(
     return Cluster(
         name=HERE,
         about="the machine as measured",
-        source=f"fitted to {timings} all-reduces of the record, typically off by a factor of {off:.2f}, at worst {worst:.2f}",
+        source=f"fitted to {timings} all-reduces in the record, typically off by a factor of {off:.2f}, at worst {worst:.2f}",
         workers_per_node=workers_per_node or ENDLESS,
         cores_per_node=cores,
         trees=trees,
@@ -196,7 +196,7 @@ _KEYS = {
     *("name", "about", "source", "unverified", "workers_per_node", "cores_per_node", "link_cores", "trees"),
     *("intra", "inter", "efficiency", "price"),
 }
-_MOST_EFFICIENT = 1.5  # above 1 where switches add up gradients; a percentage by mistake is far above
+_MOST_EFFICIENT = 1.5  # above 1 if switches sum gradients; a percentage given by mistake is far above
 _BOUNDS = {
     "latency_us": (1e-3, 1e9),
     "bandwidth_GBps": (1e-6, 1e6),
@@ -206,7 +206,7 @@ _BOUNDS = {
     "link_cores": (1, 10**6),
     **dict.fromkeys(("typical", "low", "high"), (1e-6, 1e6)),
 }
-"""What numbers of a file may be; beyond, something else was meant."""
+"""The allowed range of numbers in a file; a number outside is a mistake."""
 _WIRE_KEYS = {"latency_us", "bandwidth_GBps", "efficiency"}
 
 
@@ -245,7 +245,9 @@ def _range(found: Any, what: str) -> Range:
     if not low <= typical <= high:
         raise UsageError(f"{what} is {typical:g} between {low:g} and {high:g}: it must be low <= typical <= high")
     if high > _MOST_EFFICIENT:
-        raise UsageError(f"{what} is {high:g}: it is a share of the line rate, {_MOST_EFFICIENT:g} at most (0.8 for 80%)")
+        raise UsageError(
+            f"{what} is {high:g}: it is a share of the line rate and must be at most {_MOST_EFFICIENT:g} (0.8 for 80%)"
+        )
     return Range(typical=typical, low=low, high=high)
 
 
@@ -294,6 +296,6 @@ def _name(found: Mapping[str, Any], what: str) -> str:
 
 
 def _around(value: float, spread: float) -> Range:
-    """A fitted value with 90% of a normal of this relative standard error, never below a tenth of it."""
+    """A fitted value with the 90% range of a normal distribution of this relative error; never below a tenth of the value."""
     off = min(0.9, 1.645 * spread)
     return Range(typical=value, low=value * (1 - off), high=value * (1 + off))

@@ -1,16 +1,17 @@
-"""What is not known, drawn at random: every figure of a prediction is an array, its first value the prediction itself.
+"""Error bars: uncertain inputs drawn at random. Every number in a prediction is an array; its first value is the prediction.
 
-The other values are `DRAWS` draws with a fixed seed, so that a prediction has the same error bars each time. Drawn are:
+The other values are `DRAWS` draws with a fixed seed, so that the same prediction always has the same error bars. Drawn are:
 
-    speed     the relative deviation of the measured windows, normal, for all that one worker does
-    link      bandwidth between its low and high, half of the draws on either side of typical; latency likewise, in proportion;
-              of a fitted link also its residual over the root of its timings, normal, as a factor on every all-reduce, or on
-              how long they took in training, which every draw of the link is made to agree with (`model.py`)
-    lag       the deviation of one worker's compute, a factor between 1 / 1.5 and 1.5: it comes from a few dozen steps
-    noise     the noise scale, log-normal with the quartiles it had over the second half of its run
+    speed     a factor on everything a worker does by itself: normal, with the relative deviation of the measured windows
+    link      bandwidth between its low and high, half of the draws on each side of typical; latency in the same way, in
+              proportion. A fitted link also has a factor on every all-reduce: normal, with the fit's residual divided by the
+              root of its timings. Where all-reduces were timed in training, the factor is on that time, and every draw of the
+              link is made to agree with it (`model.py`)
+    lag       a factor between 1 / 1.5 and 1.5 on the deviation of a worker's compute, which is measured in a few dozen steps
+    noise     the noise scale: log-normal, with its quartiles over the second half of the run
 
-Low and high in tables are the 5th and 95th percentile. They say what measurement and cluster file leave open, and nothing about
-what the model leaves out: other people's traffic, slow nodes, hot devices.
+Low and high in tables are the 5th and 95th percentile. They show the uncertainty of the measurement and of the cluster file,
+but not what the model leaves out: other traffic, slow nodes, hot devices.
 """
 
 import math
@@ -21,7 +22,7 @@ import numpy as np
 from paceline.plan.cluster import LOOSE, Cluster, Range, Wire
 from paceline.plan.links import Array, Link
 from paceline.plan.measured import Measured
-from paceline.plan.tradeoff import Noise
+from paceline.plan.tradeoff import NoiseScale
 
 DRAWS = 400
 _SEED = 20170608
@@ -29,21 +30,21 @@ _SEED = 20170608
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """One value for the prediction, then one a draw."""
+    """Arrays with one value for the prediction, then one per draw."""
 
     slowness: Array
-    """Factor on the time of all that a worker does by itself."""
+    """Factor on the time of everything a worker does by itself."""
     intra: Link | None
     inter: Link | None
     reduce: Array
-    """Factor on the time of every all-reduce, or on that which they took in training."""
+    """Factor on the time of every all-reduce, or on the time they took in training."""
     lag: Array
     """Factor on the deviation of a worker's compute."""
     noise: Array | None
 
 
-def draw(measured: Measured, cluster: Cluster, noise: Noise | None) -> Draws:
-    """Draw what is not known about this record and this cluster."""
+def draw(measured: Measured, cluster: Cluster, noise: NoiseScale | None) -> Draws:
+    """Draw the uncertain inputs of this record and this cluster."""
     random = np.random.default_rng(_SEED)
     wires = [wire for wire in (cluster.intra, cluster.inter) if wire is not None]
     level = max((wire.level for wire in wires), default=0.0)
@@ -59,7 +60,7 @@ def draw(measured: Measured, cluster: Cluster, noise: Noise | None) -> Draws:
 
 
 def bars(values: Array) -> tuple[float, float, float]:
-    """(prediction, low, high): the 5th and 95th percentile of the draws, stretched to hold the prediction."""
+    """(prediction, low, high): the 5th and 95th percentile of the draws, widened to include the prediction."""
     nominal = float(values[0])
     low, high = (float(each) for each in np.percentile(values[1:], [5, 95]))
     return nominal, min(low, nominal), max(high, nominal)
@@ -72,13 +73,13 @@ def _link(wire: Wire | None, random: np.random.Generator) -> Link | None:
 
 
 def _within(found: Range, random: np.random.Generator) -> Array:
-    """Draws between low and high, the typical value their median."""
+    """Draws between low and high, with the typical value as median."""
     place = random.uniform(-1, 1, DRAWS)
     below, above = found.typical - found.low, found.high - found.typical
     return _first(found.typical, found.typical + np.where(place < 0, place * below, place * above))
 
 
-def _noise(noise: Noise, random: np.random.Generator) -> Array:
+def _noise(noise: NoiseScale, random: np.random.Generator) -> Array:
     quartile = 0.6745  # of a standard normal
     spread = math.log(noise.high / noise.low) / (2 * quartile)
     return _first(noise.scale, noise.scale * np.exp(spread * random.standard_normal(DRAWS)))

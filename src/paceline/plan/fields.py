@@ -1,4 +1,4 @@
-"""Fields of records, checked: a record may be cut short, edited or somebody else's, and what is wrong with it is one line."""
+"""Checked fields of records. A record may be cut short, edited or foreign; each mistake is reported in one line."""
 
 import shlex
 from collections.abc import Mapping
@@ -9,15 +9,15 @@ from paceline.errors import RecordError, reason
 from paceline.files import read_json
 from paceline.models import names
 
-_MOST = 1e18  # of seconds, bytes or samples a second: what is above is no measurement
+_MOST = 1e18  # seconds, bytes or samples per second; anything above is not a measurement
 
 
-class Odd(ValueError):
-    """A field is not what a record holds; the text says which and what it must be."""
+class BadField(ValueError):
+    """A field with an impossible value; the text names it and says what it must be."""
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The table in a JSON file."""
+    """The object in a JSON file."""
     try:
         return read_json(path)
     except (OSError, ValueError) as error:
@@ -25,41 +25,44 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def table_of(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A field that is a table; an empty one where there is none."""
+    """A field that is a table; empty if it is missing."""
     value = found.get(name)
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise Odd(f"{name} is {short(value)}: it must be a table")
+        raise BadField(f"{name} is {short(value)}: it must be a table")
     return value
 
 
 def whole(found: Mapping[str, Any], name: str, *, least: int = 1) -> int:
-    """A field that is a whole number, `least` or above; a KeyError where there is none."""
+    """A field that is a whole number, at least `least`; a KeyError if it is missing."""
     value = found[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or not least <= value < 2**62:
-        raise Odd(f"{name} is {short(value)}: it must be a whole number, {least} or above")
+        raise BadField(f"{name} is {short(value)}: it must be a whole number, {least} or above")
     return int(value)
 
 
 def number(found: Mapping[str, Any], name: str, *, above: bool = False) -> float:
-    """A field that is a number, not below 0, or above it; a KeyError where there is none. Records write nan and inf as text."""
+    """A field that is a number, at least 0; with `above`, not 0. A KeyError if it is missing.
+
+    Records write nan and inf as text.
+    """
     value = found[name]
     good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST
     if not good or (above and value == 0):
-        raise Odd(f"{name} is {short(value)}: it must be a number{' above 0' if above else ', 0 or above'}")
+        raise BadField(f"{name} is {short(value)}: it must be a number{' above 0' if above else ', 0 or above'}")
     return float(value)
 
 
 def words(error: Exception) -> str:
-    """What is wrong, in our words."""
+    """What is wrong with a record, in a few words."""
     if isinstance(error, KeyError):
         return f"no {error}"
-    return str(error) if isinstance(error, Odd) else "it does not hold what a record does"
+    return str(error) if isinstance(error, BadField) else "it does not have the format of a record"
 
 
 def task_of(about: Mapping[str, Any]) -> str:
-    """The TASK that a command line takes: as it was given, or, where that is not known, the contract's name for it."""
+    """The TASK for a command line: as it was given, or the contract's name for it if that is unknown."""
     contract = about.get("contract")
     named = contract.get("task") if isinstance(contract, Mapping) else None
     task = next((each for each in (about.get("task"), named) if isinstance(each, str) and each), "TASK")
@@ -67,9 +70,9 @@ def task_of(about: Mapping[str, Any]) -> str:
 
 
 def own_flags(contract: Any) -> str:
-    """What a command line needs to train the same model again, after a space: ` --model resnet`; empty where TASK says it all.
+    """The flags that train the same model again, after a space: ` --model resnet`; empty if TASK is enough.
 
-    A contract names the model that `--model` built, or the class of one that the task brings: that one needs no flag.
+    A contract names the model that `--model` built, or the class of the task's own model, which needs no flag.
     """
     model = contract.get("model") if isinstance(contract, Mapping) else None
     if not isinstance(model, str) or model == _DEFAULT_MODEL:
@@ -78,13 +81,13 @@ def own_flags(contract: Any) -> str:
     return f" --model {shlex.quote(model)}" if known else ""
 
 
-_DEFAULT_MODEL = "cnn"  # of the built-in tasks
+_DEFAULT_MODEL = "cnn"  # the default of the built-in tasks
 
 
 def short(value: Any) -> str:
-    """A value as an error shows it, cut where it is long."""
+    """A value as an error shows it, cut if it is long."""
     try:
         text = "a table or a list" if isinstance(value, Mapping | list) else repr(value)
-    except ValueError:  # Python writes no number of thousands of digits
-        text = "a number of thousands of digits"
+    except ValueError:  # Python does not print numbers with thousands of digits
+        text = "a number with thousands of digits"
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,7 +1,7 @@
-"""`--cluster here`: the machine, or machines, that a record was measured on, as a cluster.
+"""`--cluster here`: the machine, or machines, of a record, as a cluster.
 
-The link within a node is fitted to all-reduces on one node, the network to those over several, less what they take within
-nodes: the two levels of `links.py`, as predictions have them. With one worker a node there is the network alone.
+The link within a node is fitted to all-reduces on one node. The network is fitted to all-reduces over several nodes, minus
+their time within nodes: the two levels of `links.py`, as in predictions. With one worker per node there is only the network.
 """
 
 import math
@@ -13,10 +13,10 @@ from paceline.plan.measured import Measured
 
 
 def make_here(measured: Measured) -> Cluster:
-    """The cluster a record was measured on; a RecordError says what to measure where that is not known."""
+    """The cluster of a record; a RecordError says what to measure if its links are unknown."""
     near = [bucket.bytes for bucket in measured.buckets]
     trees = measured.backend not in ("gloo", "")
-    on_node = _workers_a_node(measured)
+    on_node = _workers_per_node(measured)
     intra, inter = None, None
     if on_node is None or on_node > 1:
         intra = _try_fit(measured, near)
@@ -27,14 +27,14 @@ def make_here(measured: Measured) -> Cluster:
             inter = fit_network(measured.links, near, intra, cores=measured.cores)
         except ValueError:
             raise RecordError(
-                f"{measured.record} timed no all-reduces between its nodes, so --cluster here is not known: measure a count on"
+                f"{measured.record} timed no all-reduces between its nodes, which --cluster here needs: measure on"
                 f" two nodes (paceline scale {measured.task}{measured.flags} --nodes 2)"
             ) from None
     return from_fit(intra, inter, workers_per_node=on_node, cores=measured.cores, trees=trees)
 
 
-def _workers_a_node(measured: Measured) -> int | None:
-    """Workers a node where counts were measured on several nodes; None where all were on one."""
+def _workers_per_node(measured: Measured) -> int | None:
+    """Workers per node if several nodes were measured; None if all workers were on one node."""
     apart = [point for point in measured.points if point.nodes > 1]
     if not apart:
         return None
@@ -44,7 +44,7 @@ def _workers_a_node(measured: Measured) -> int | None:
         if point.nodes != math.ceil(point.workers / on_node):
             raise RecordError(
                 f"{measured.record} has {largest.workers} workers on {largest.nodes} nodes, but {point.workers} on"
-                f" {point.nodes}: for --cluster here, measure every count with {on_node} a node, up to {on_node} on one node"
+                f" {point.nodes}: for --cluster here, measure every count with {on_node} per node, up to {on_node} on one node"
             )
     return on_node
 
@@ -59,12 +59,9 @@ def _try_fit(measured: Measured, near: list[float]) -> Fit | None:
 def _missing(measured: Measured, on_node: int | None) -> str:
     command = f"paceline scale {measured.task}{measured.flags}"
     if on_node is None:
-        return (
-            f"{measured.record} timed no all-reduces by themselves, so --cluster here is not known: measure with {command}"
-            " --workers 1,2"
-        )
+        return f"{measured.record} timed no all-reduces, which --cluster here needs: measure with {command} --workers 1,2"
     counts = "2" if on_node == 2 else f"2 or {on_node}"
     return (
-        f"{measured.record} has {on_node} workers a node but timed no all-reduces within one, so --cluster here is not known:"
-        f" measure {counts} workers on one node into it as well ({command} --workers 1,{on_node})"
+        f"{measured.record} has {on_node} workers per node but timed no all-reduces within one, which --cluster here needs:"
+        f" also measure {counts} workers on one node into it ({command} --workers 1,{on_node})"
     )

@@ -1,7 +1,7 @@
-"""How long workers wait for the slowest of them.
+"""How long workers wait for the slowest one.
 
-A step ends when the last worker has its gradients. If one worker's compute varies from step to step with a deviation s,
-normally and for each by itself, the slowest of P is E[max of P normals] s behind the mean: so long do others wait on average.
+A step ends when the last worker has its gradients. If the compute time of each worker is an independent normal with deviation
+s, the slowest of P workers is E[max of P normals] s behind the mean. The others wait that long on average.
 """
 
 import functools
@@ -10,15 +10,15 @@ import math
 
 @functools.cache
 def expected_lag(workers: int) -> float:
-    """How many deviations the slowest of so many workers is expected to lie behind the mean: E[max of P normals].
+    """The expected lag of the slowest worker behind the mean, in deviations: E[max of P normals].
 
-    The integral of (1 - F^P) above 0 less that of F^P below, F being the normal distribution; 0, 0.564, 0.846, 1.029, ...
+    The integral of (1 - F^P) above 0 minus that of F^P below 0, with F the normal distribution: 0, 0.564, 0.846, 1.029, ...
     """
     if workers < 2:
         return 0.0
     step = 0.005
     total = 0.0
-    for i in range(1, round(9 / step)):  # beyond 9 deviations nothing is left, for a million workers
+    for i in range(1, round(9 / step)):  # nothing is left beyond 9 deviations, even for a million workers
         x = i * step
         above = 0.5 * math.erfc(x / math.sqrt(2))
         total += -math.expm1(workers * math.log1p(-above)) - above**workers

@@ -1,7 +1,8 @@
-"""What a record says about a step: where its time goes, how many bytes it averages, and what the whole run took.
+"""What a record measured of a step: where its time goes, how many bytes it averages, and what the whole run took.
 
-Best is a record of `paceline scale` (`scale.json`), which timed one worker and two, and all-reduces by themselves. A record of
-`paceline train` will do: its last health rows hold the parts of a step. What it lacks is assumed, and `assumed` says so.
+A record of `paceline scale` (`scale.json`) is best: it timed one worker, two workers, and all-reduces without training. A
+record of `paceline train` works, too: its last health rows have the components of a step. What is missing is assumed; `assumed`
+lists it.
 """
 
 import math
@@ -12,30 +13,31 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecordError
-from paceline.plan.fields import Odd, load, number, own_flags, table_of, task_of, whole, words
+from paceline.output import plural
+from paceline.plan.fields import BadField, load, number, own_flags, table_of, task_of, whole, words
 from paceline.plan.lag import expected_lag
 from paceline.plan.links import Timing
-from paceline.plan.tradeoff import Noise, read_noise
+from paceline.plan.tradeoff import NoiseScale, read_noise_scale
 from paceline.records import COMPONENTS, read_metrics, unit_of
 from paceline.spread import deviation, mean, median
 
-_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # DDP's own sizes: a small one first, so that averaging starts early
-_FORWARD = 1 / 3  # of compute: a backward pass takes about two forward passes' time
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # DDP's sizes: a small one first, so that averaging starts early
+_FORWARD = 1 / 3  # of compute: a backward pass takes about as long as two forward passes
 _SPREAD = 0.03  # of compute, from step to step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Gradients that DDP averages in one go."""
+    """Gradients that DDP averages in one all-reduce."""
 
     bytes: float
     ready: float
-    """When they are there, as a fraction of the backward pass."""
+    """When they are ready, as a fraction of the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A step as it was measured with so many workers."""
+    """A step as measured with one number of workers."""
 
     workers: int
     nodes: int
@@ -44,7 +46,7 @@ class Point:
     spread: float
     """Relative deviation of the speed from window to window."""
     components_s: Mapping[str, float]
-    """Where a step's time goes; they add up to global_batch / samples_per_s."""
+    """The components of a step's time; they add up to global_batch / samples_per_s."""
     forward_s: float
     backward_s: float
     compute_spread_s: float
@@ -53,49 +55,49 @@ class Point:
 
     @property
     def samples(self) -> float:
-        """Samples a worker and step."""
+        """Samples per worker and step."""
         return self.global_batch / self.workers
 
     @property
     def step_s(self) -> float:
-        """Seconds a step."""
+        """Seconds per step."""
         return self.global_batch / self.samples_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The training that is to be done: so many steps at a global batch."""
+    """The training to plan for: a number of steps at a global batch."""
 
     steps: int
     global_batch: int
     train_samples: int | None
-    """What an epoch sees: no global batch is larger; None: not known."""
+    """Samples per epoch, which limit the global batch; None: unknown."""
     about: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Everything a prediction starts from."""
+    """The input of a prediction."""
 
     record: str
     task: str
-    """As a command line takes it."""
+    """As given on a command line."""
     unit: str
     points: tuple[Point, ...]
-    """By number of workers."""
+    """In order of the number of workers."""
     gradient_bytes: int
     buckets: tuple[Bucket, ...]
     links: tuple[Timing, ...]
     cores: int | None
-    """Cores of the machine where workers are CPU workers; None where they have GPUs."""
+    """Cores of the machine if the workers are CPU workers; None if they have GPUs."""
     threads: int
-    """Threads of a CPU worker."""
+    """Threads per CPU worker."""
     backend: str
     run: Run | None
-    noise: Noise | None
+    noise: NoiseScale | None
     assumed: tuple[str, ...]
     flags: str = ""
-    """What a command line needs after TASK to train the same model (`own_flags`)."""
+    """The flags after TASK that train the same model (`own_flags`)."""
 
     @property
     def base(self) -> Point:
@@ -104,16 +106,16 @@ class Measured:
 
     @property
     def slots(self) -> int | None:
-        """Workers of the machine that run at once; None: all."""
+        """How many workers can run at the same time on the machine; None: all."""
         return None if self.cores is None else max(1, self.cores // self.threads)
 
     def alike(self) -> tuple[Point, ...]:
-        """The points with as many samples a worker and step as the base: weak scaling."""
+        """The points with as many samples per worker and step as the base: weak scaling."""
         return tuple(point for point in self.points if math.isclose(point.samples, self.base.samples, rel_tol=0.02))
 
 
 def read_measured(path: Path) -> Measured:
-    """What the record in this folder says; a RecordError of one line where that is not enough."""
+    """Read the record in this folder; a one-line RecordError if it does not say enough."""
     if not path.is_dir():
         raise RecordError(f"no record at {path}: give the folder of a run, such as runs/NAME")
     if (path / "scale.json").exists():
@@ -121,7 +123,7 @@ def read_measured(path: Path) -> Measured:
     if (path / "metrics.jsonl").exists():
         return _read_training(path)
     raise RecordError(
-        f"{path} is no record: it holds neither scale.json nor metrics.jsonl; paceline scale TASK --workers 1,2 makes one"
+        f"{path} is not a record: it has neither scale.json nor metrics.jsonl; paceline scale TASK --workers 1,2 makes one"
     )
 
 
@@ -130,7 +132,7 @@ def _read_scale(path: Path) -> Measured:
     try:
         listed = found["counts"]
         if not isinstance(listed, list) or not listed:
-            raise Odd("it measured no counts")
+            raise BadField("it measured no worker counts")
         counts = sorted(listed, key=lambda count: whole(count, "workers"))
         points = tuple(_scale_point(count) for count in counts)
         nodes = {point.workers: point.nodes for point in points}
@@ -148,7 +150,7 @@ def _read_scale(path: Path) -> Measured:
     sums = [each for each in sums if each.s > 0 and (each.workers, each.bytes) not in timed]
     if not buckets and gradient_bytes:
         buckets = _assumed_buckets(gradient_bytes)
-        assumed.append("gradients become ready evenly through the backward pass, in DDP's usual buckets")
+        assumed.append("gradients become ready at an even rate during the backward pass, in DDP's usual buckets")
     return Measured(
         record=path.name,
         task=task_of(found),
@@ -168,29 +170,29 @@ def _read_scale(path: Path) -> Measured:
 
 
 def _first_contract(found: Mapping[str, Any]) -> Any:
-    """The first contract of a scale.json that may be broken; None where it has none."""
+    """The first contract in a scale.json that may be broken; None if it has none."""
     counts = found.get("counts")
     listed = [each.get("contract") for each in counts if isinstance(each, Mapping)] if isinstance(counts, list) else []
     return next((each for each in listed if each), None)
 
 
 _BROKEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, OverflowError)
-"""What reading a record that is not as Paceline writes it may raise."""
+"""Errors that reading a damaged or foreign record may raise."""
 
 
 def _scale_point(count: Mapping[str, Any]) -> Point:
-    """A count of scale.json. Its parts are scaled to add up to the time a step took in the timed windows."""
+    """A worker count of scale.json. Its components are scaled to add up to the step time of the timed windows."""
     workers, batch, speed = whole(count, "workers"), whole(count, "global_batch"), number(count, "samples_per_s", above=True)
-    parts = _alone({name: number(count["components_s"], name) for name in COMPONENTS}, workers)
+    components = _alone({name: number(count["components_s"], name) for name in COMPONENTS}, workers)
     windows = [number({"windows": window}, "windows") for window in count.get("windows") or ()]
-    scale = _scale(batch / speed, parts)
+    scale = _scale(batch / speed, components)
     return Point(
         workers=workers,
         nodes=whole(count, "nodes") if "nodes" in count else 1,
         global_batch=batch,
         samples_per_s=speed,
         spread=deviation(windows) / mean(windows) if any(windows) else 0.0,
-        components_s={name: seconds * scale for name, seconds in parts.items()},
+        components_s={name: seconds * scale for name, seconds in components.items()},
         forward_s=number(count, "forward_s") * scale,
         backward_s=number(count, "backward_s") * scale,
         compute_spread_s=number({"compute_spread_s": 0.0, **count}, "compute_spread_s") * scale,
@@ -198,30 +200,30 @@ def _scale_point(count: Mapping[str, Any]) -> Point:
     )
 
 
-def _scale(step_s: float, parts: Mapping[str, float]) -> float:
-    """The factor at which parts add up to a step."""
-    total = math.fsum(parts.values())
+def _scale(step_s: float, components: Mapping[str, float]) -> float:
+    """The factor that makes the components add up to the step."""
+    total = math.fsum(components.values())
     if total <= 0:
-        raise Odd("components_s are all 0")
+        raise BadField("components_s are all 0")
     return step_s / total
 
 
 def _timing(found: Mapping[str, Any], nodes: Mapping[int, int]) -> Timing:
-    """An all-reduce of `links`; it went over as many nodes as training with so many workers did."""
+    """A timed all-reduce; it used as many nodes as training with that number of workers."""
     workers = whole(found, "workers")
     return Timing(workers=workers, nodes=nodes.get(workers, 1), bytes=whole(found, "bytes", least=0), s=number(found, "s"))
 
 
-def _alone(parts: Mapping[str, float], workers: int) -> dict[str, float]:
-    """The parts; of one worker, which waits for nobody, what passed as such is overhead."""
+def _alone(components: Mapping[str, float], workers: int) -> dict[str, float]:
+    """The components. A single worker has nobody to wait for: its communication and waiting count as overhead."""
     if workers > 1:
-        return dict(parts)
-    idle = parts["communication"] + parts["waiting"]
-    return {**parts, "communication": 0.0, "waiting": 0.0, "other": parts["other"] + idle}
+        return dict(components)
+    idle = components["communication"] + components["waiting"]
+    return {**components, "communication": 0.0, "waiting": 0.0, "other": components["other"] + idle}
 
 
 def _scale_buckets(counts: Sequence[Mapping[str, Any]]) -> tuple[Bucket, ...]:
-    """The buckets of the largest count that has any."""
+    """The buckets of the largest worker count that has any."""
     listed: Sequence[Mapping[str, Any]] = next((count["buckets"] for count in reversed(counts) if count.get("buckets")), ())
     return tuple(Bucket(bytes=number(each, "bytes"), ready=min(1.0, number(each, "ready"))) for each in listed)
 
@@ -243,18 +245,20 @@ def _read_training(path: Path) -> Measured:
         run = _done_run(rows, contract) or planned
     except (OSError, RecursionError, *_BROKEN) as error:
         raise RecordError(f"{path}/metrics.jsonl cannot be read ({words(error)}): {remedy}") from None
-    used = health[len(health) // 3 :]  # the first rows hold warm-up
+    used = health[len(health) // 3 :]  # the first rows include warm-up
     if not used:
         raise RecordError(f"{path} does not say where a step's time goes (it has no health rows): {remedy}")
     try:
         point = _training_point(workers, nodes, batch, used)
         sizes = [whole(row, "gradient_bytes", least=0) for row in used if row.get("gradient_bytes")]
     except _BROKEN as error:
-        what = f"its health rows are not complete: {words(error)}"
+        what = f"its health rows are incomplete: {words(error)}"
         raise RecordError(f"{path} does not say where a step's time goes ({what}): {remedy}") from None
-    assumed = [f"the forward pass is a third of compute and gradients become ready evenly after it ({remedy} to know)"]
+    assumed = [
+        f"the forward pass takes a third of compute, and gradients become ready at an even rate after it ({remedy} to know)"
+    ]
     if not sizes:
-        assumed.append("gradients are 4 bytes a parameter")
+        assumed.append("gradients have 4 bytes per parameter")
     gradient_bytes = sizes[-1] if sizes else 4 * parameters
     if not gradient_bytes:
         raise RecordError(f"{path} does not say how many bytes of gradients a step averages: {remedy}")
@@ -272,29 +276,29 @@ def _read_training(path: Path) -> Measured:
         threads=_threads(contract),
         backend=str(contract.get("backend", "")),
         run=run,
-        noise=read_noise(rows),
+        noise=read_noise_scale(rows),
         assumed=tuple(assumed),
         flags=flags,
     )
 
 
 def _training_point(workers: int, nodes: int, batch: int, rows: Sequence[Mapping[str, Any]]) -> Point:
-    """A step as the health rows have it on average."""
+    """The mean step of the health rows."""
     means = {name: mean([number(row["components_s"], name) for row in rows]) for name in COMPONENTS}
     speeds = [number(row, "samples_per_s", above=True) for row in rows]
     speed = median(speeds)
     scale = _scale(batch / speed, means)
-    parts = {name: seconds * scale for name, seconds in _alone(means, workers).items()}
-    waits = parts["waiting"] / expected_lag(workers) if workers > 1 else _SPREAD * parts["compute"]
+    components = {name: seconds * scale for name, seconds in _alone(means, workers).items()}
+    waits = components["waiting"] / expected_lag(workers) if workers > 1 else _SPREAD * components["compute"]
     return Point(
         workers=workers,
         nodes=nodes,
         global_batch=batch,
         samples_per_s=speed,
         spread=deviation(speeds) / mean(speeds),
-        components_s=parts,
-        forward_s=_FORWARD * parts["compute"],
-        backward_s=(1 - _FORWARD) * parts["compute"],
+        components_s=components,
+        forward_s=_FORWARD * components["compute"],
+        backward_s=(1 - _FORWARD) * components["compute"],
         compute_spread_s=waits,
         reduce_s=0.0,
     )
@@ -314,35 +318,35 @@ def _assumed_buckets(gradient_bytes: int) -> tuple[Bucket, ...]:
 
 
 def _planned_run(contract: Mapping[str, Any]) -> Run | None:
-    """What the contract says a whole run would be."""
+    """The whole run, from its contract."""
     if any(contract.get(name) is None for name in ("epochs", "steps_per_epoch", "global_batch")):
         return None
     epochs, steps, batch = (whole(contract, name) for name in ("epochs", "steps_per_epoch", "global_batch"))
-    about = f"{epochs} epoch{'s' * (epochs > 1)} at a global batch of {batch:,} (its contract)"
+    about = f"{plural(epochs, 'epoch')} at a global batch of {batch:,} (its contract)"
     return Run(steps=epochs * steps, global_batch=batch, train_samples=_train_samples(contract, steps), about=about)
 
 
 def _done_run(rows: Sequence[Mapping[str, Any]], contract: Mapping[str, Any]) -> Run | None:
-    """What the run did, by its last epoch."""
+    """What the run did, from its last epoch."""
     last = next((row for row in reversed(rows) if row.get("kind") == "epoch" and row.get("step") and row.get("epoch")), None)
     if last is None:
         return None
     batch, epochs, steps = whole(contract, "global_batch"), whole(last, "epoch"), whole(last, "step")
     reached = f" (accuracy {last['val_accuracy']:.4f})" if isinstance(last.get("val_accuracy"), float) else ""
-    about = f"the {epochs} epoch{'s' * (epochs > 1)} it trained at a global batch of {batch:,}{reached}"
+    about = f"the {plural(epochs, 'epoch')} it trained at a global batch of {batch:,}{reached}"
     train = _train_samples(contract, math.ceil(steps / epochs))
     return Run(steps=steps, global_batch=batch, train_samples=train, about=about)
 
 
 def _train_samples(contract: Mapping[str, Any], steps_per_epoch: int) -> int:
-    """What an epoch sees; where the contract does not say, as many as its steps take."""
+    """Samples per epoch; if the contract does not say, as many as its steps use."""
     return (
         whole(contract, "train_samples") if contract.get("train_samples") else steps_per_epoch * whole(contract, "global_batch")
     )
 
 
 def _cores(contract: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:
-    """Cores that the workers may use, where they share them; a GPU worker has a device of its own."""
+    """The cores that CPU workers share; None for GPU workers, each with its own device."""
     devices = str(contract.get("devices", ""))
     said = re.search(r"\((\d+) cores", devices)
     cores = int(said[1]) if said else environment.get("cores")

@@ -2,19 +2,19 @@
 
     step(P) = input + compute + optimizer + other  +  exposed(P)  +  waiting(P)
 
-- **What a worker does by itself** is as measured. On the machine that was measured (`--cluster here`) it is interpolated
-  between the measured counts and constant beyond the last; elsewhere likewise, by workers a node. CPU workers that outnumber a
-  node's cores (`--cores`: one machine's, whatever the nodes) share them fairly: w workers on c cores take w / c times as long,
-  and so does what cores carry (gloo within a node). `speed` divides a worker's own time.
-- **Weak scaling** keeps the samples a worker, **strong scaling** the global batch: the slowest worker has ceil(batch / P). With
-  other samples a worker than measured, input is proportional to them, optimizer and other are fixed, compute is a line through
-  the measured counts where those had different samples a worker (its height at 0 is the floor), else proportional. What sharing
-  cores cost those counts is taken out of them first: the prediction puts its own back in.
-- **exposed(P)**: DDP's buckets one after the other. Bucket i starts when its gradients are there (measured, as a fraction of
-  the backward pass) and the one before is done, and takes an all-reduce (`links.py`); exposed is what ends after the backward
-  pass (Li et al. 2020, arXiv:2006.15704, section 3.2).
-- On the machine that was measured, all-reduces share cores and memory with training: a factor on them is set so that the
-  exposed time of the largest count measured comes out as it was.
+- **What a worker does by itself** is as measured. On the machine of the record (`--cluster here`) it is interpolated between
+  the measured counts and constant beyond the last; on other clusters in the same way, by workers per node. If there are more
+  CPU workers than a node has cores (with `--cores`: than the whole machine has), they share them fairly: w workers on c cores
+  take w / c times as long, and so do links carried by cores (gloo within a node). `speed` divides a worker's own time.
+- **Weak scaling** keeps the samples per worker, **strong scaling** the global batch: the slowest worker has ceil(batch / P). If
+  the samples per worker differ from those measured, input is proportional to them, optimizer and other are fixed, and compute
+  follows a line through the measured counts if those had different samples per worker (its height at 0 is the floor), else it
+  is proportional. The cost of sharing cores is taken out of the measured counts first; the prediction adds its own.
+- **exposed(P)**: DDP's buckets, one after the other. Bucket i starts when its gradients are ready (measured, as a fraction of
+  the backward pass) and the previous bucket is done, and takes one all-reduce (`links.py`). Exposed is what ends after the
+  backward pass (Li et al. 2020, arXiv:2006.15704, section 3.2).
+- On the machine of the record, all-reduces share cores and memory with training. A factor on them is set so that the exposed
+  time of the largest measured count is reproduced.
 - **waiting(P)** is E[max of P normals] times the deviation of a worker's compute (`lag.py`).
 """
 
@@ -34,36 +34,36 @@ Mode = Literal["weak", "strong"]
 
 _OWN = ("input", "compute", "optimizer", "other")
 _CALIBRATED = (0.25, 20.0)
-"""How much faster or slower all-reduces may be in training than by themselves."""
+"""The range of the factor between an all-reduce in training and one without training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A predicted step; one value a draw."""
+    """A predicted step; one value per draw."""
 
     workers: int
     nodes: int
     global_batch: float
     components_s: dict[str, Array]
     reduce_s: Array
-    """All buckets' all-reduces, hidden or not."""
+    """The all-reduces of all buckets, hidden or not."""
     latency_s: Array
-    """What of that is latency."""
+    """The latency included in `reduce_s`."""
 
     @property
     def step_s(self) -> Array:
-        """The whole step."""
+        """The time of the whole step."""
         return _total(list(self.components_s.values()))
 
     @property
     def samples_per_s(self) -> Array:
-        """Its speed."""
+        """The speed."""
         return self.global_batch / self.step_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A record on a cluster."""
+    """Predicts the steps of a record's run on a cluster."""
 
     measured: Measured
     cluster: Cluster
@@ -71,12 +71,12 @@ class Model:
     mode: Mode = "weak"
     speed: float = 1.0
     samples: float | None = None
-    """Samples a worker and step in weak scaling; None: as measured."""
+    """Samples per worker and step in weak scaling; None: as measured."""
     interference: Array | None = None
-    """How much longer an all-reduce takes in training than by itself, one value a draw; None: no longer."""
+    """The factor by which an all-reduce takes longer in training, one value per draw; None: 1."""
 
     def step(self, workers: int) -> Step:
-        """The step of so many workers."""
+        """The step with this number of workers."""
         base = self.measured.base
         batch = (self.samples or base.samples) * workers if self.mode == "weak" else float(base.global_batch)
         own = self._own(workers, batch / workers if self.mode == "weak" else math.ceil(batch / workers))
@@ -95,7 +95,7 @@ class Model:
         )
 
     def crowding(self, workers: int) -> float:
-        """How much slower workers are for taking turns on cores than those whose measured step is the prediction's basis."""
+        """How much slower sharing cores makes the workers, relative to the measured step that the prediction is based on."""
         there = crowd(self._sharing(workers), self._slots())
         if not self._as_measured():
             return there / self._crowded(self.measured.base)
@@ -104,41 +104,41 @@ class Model:
         return there / crowd(self._sharing(nearest) if self.cluster.here else nearest, self.measured.slots)
 
     def interference_at_limit(self) -> bool:
-        """Whether all-reduces in training were further from those by themselves than the model allows for."""
+        """Whether the measured factor between all-reduces in training and without is outside the model's range."""
         if self.interference is None:
             return False
         low, high = _CALIBRATED
         return not 1.01 * low < float(self.interference[0]) < 0.99 * high
 
     def _own(self, workers: int, samples: float) -> dict[str, Array]:
-        """What a worker does by itself, and its backward pass."""
+        """The components that a worker does by itself, and its backward pass."""
         found = self._at(self._key(workers)) if self._as_measured() else self._at_samples(samples)
         factor = self.crowding(workers) / self.speed * self.draws.slowness
         return {name: seconds * factor for name, seconds in found.items()}
 
     def _as_measured(self) -> bool:
-        """Whether workers have as many samples a step as they had when they were measured."""
+        """Whether workers have as many samples per step as in the measurement."""
         return self.mode == "weak" and self.samples in (None, self.measured.base.samples)
 
     def _sharing(self, workers: int) -> int:
-        """How many of so many workers share cores."""
+        """How many of these workers share cores."""
         return workers if self.cluster.one_machine else min(workers, self.cluster.workers_per_node)
 
     def _key(self, workers: int) -> int:
-        """By what measured counts are compared: workers (here), or those that share a node's cores (elsewhere)."""
+        """The key for interpolation: the workers (here), or the workers that share a node's cores (other clusters)."""
         return workers if self.cluster.here else self._sharing(workers)
 
     def _together(self, point: Point) -> int:
-        """The same of a count that was measured."""
+        """The same key for a measured count."""
         return point.workers if self.cluster.here or self.cluster.one_machine else -(-point.workers // point.nodes)
 
     def _crowded(self, point: Point) -> float:
-        """How many times as long the workers of a count took for taking turns on cores when they were measured."""
+        """How many times longer sharing cores made the workers of a measured count take."""
         sharing = point.workers if self.cluster.one_machine else math.ceil(point.workers / point.nodes)
         return crowd(sharing, self.measured.slots)
 
     def _at(self, key: int) -> dict[str, float]:
-        """Between the measured counts, by workers (here) or by workers a node (elsewhere)."""
+        """Interpolate between measured counts, by workers (here) or by workers per node (other clusters)."""
         points: dict[int, Point] = {}
         for point in self.measured.alike():
             points.setdefault(self._together(point), point)
@@ -147,7 +147,7 @@ class Model:
         return {**at, "backward": float(np.interp(key, keys, [points[k].backward_s for k in keys]))}
 
     def _at_samples(self, samples: float) -> dict[str, float]:
-        """With so many samples a worker."""
+        """With this number of samples per worker."""
         base = self.measured.base
         most = math.ceil(base.samples)
         alone = [point.components_s["compute"] / self._crowded(point) for point in self.measured.points]
@@ -163,14 +163,14 @@ class Model:
         }
 
     def _slots(self) -> int | None:
-        """Workers of the cluster's nodes that run at once; None: all."""
+        """How many workers of a node can run at the same time; None: all."""
         cores = self.cluster.cores_per_node
         return None if cores is None else max(1, cores // self.measured.threads)
 
     def _deviation(self) -> float:
-        """The relative deviation of a worker's compute: what makes workers wait as they did, or, of one worker, as measured.
+        """The relative deviation of a worker's compute: derived from the measured waiting; for one worker, as measured.
 
-        What workers waited is the better measure: what slows all of them at once makes none of them wait.
+        Waiting is the better measure: what slows all workers at once makes none of them wait.
         """
         point = self.measured.points[-1]
         if not point.components_s["compute"]:
@@ -180,7 +180,7 @@ class Model:
         return point.components_s["waiting"] / point.components_s["compute"] / expected_lag(point.workers)
 
     def _reduce(self, workers: int, size: float) -> tuple[Array, Array]:
-        """An all-reduce of so many bytes in training, and what of it is latency."""
+        """An all-reduce of this many bytes in training, and its latency."""
         factor = self.draws.reduce if self.interference is None else self.interference
         whole = all_reduce_s(self.cluster, self.draws, workers, size)
         return whole * factor, all_reduce_s(self.cluster, self.draws, workers, 0.0) * factor
@@ -189,7 +189,7 @@ class Model:
 def make_model(
     measured: Measured, cluster: Cluster, draws: Draws, *, mode: Mode = "weak", speed: float = 1.0, samples: float | None = None
 ) -> Model:
-    """A model; on the machine that was measured, with its all-reduces as slow in training as they were."""
+    """A model; on the machine of the record, its all-reduces are as slow in training as they were measured."""
     model = Model(measured=measured, cluster=cluster, draws=draws, mode=mode, speed=speed, samples=samples)
     point = measured.points[-1]
     if not cluster.here or point.workers < 2 or not measured.buckets:
@@ -198,7 +198,7 @@ def make_model(
 
 
 def all_reduce_s(cluster: Cluster, draws: Draws, workers: int, size: float) -> Array:
-    """An all-reduce by itself: over one node's link, or in the node, between nodes and in the node again."""
+    """An all-reduce without training: over one node's link, or within nodes, between nodes and within nodes again."""
     nodes, on_node = cluster.nodes(workers), min(workers, cluster.workers_per_node)
     total = np.zeros_like(draws.slowness)
     if on_node > 1 and draws.intra is not None:
@@ -209,7 +209,7 @@ def all_reduce_s(cluster: Cluster, draws: Draws, workers: int, size: float) -> A
 
 
 def expose(ready: list[float], durations: list[tuple[Array, Array]], backward_s: Array) -> Array:
-    """How long after the backward pass the last bucket is averaged."""
+    """How long after the end of the backward pass the last bucket is averaged."""
     end = np.zeros_like(backward_s)
     for share, (duration, _) in zip(ready, durations, strict=True):
         end = np.maximum(end, share * backward_s) + duration
@@ -217,9 +217,9 @@ def expose(ready: list[float], durations: list[tuple[Array, Array]], backward_s:
 
 
 def _interference(model: Model, point: Point) -> Array | None:
-    """The factor on all-reduces at which this point's exposed time comes out as it was measured, by bisection.
+    """The factor on all-reduces that reproduces this point's measured exposed time, found by bisection.
 
-    Every draw of the link has a factor of its own, so that what was measured holds for all of them. None: all was hidden.
+    Every draw of the link gets its own factor, so that all draws agree with the measurement. None: nothing was exposed.
     """
     alone = replace(model, interference=np.ones_like(model.draws.slowness))
     by_itself = [alone._reduce(point.workers, bucket.bytes)[0] for bucket in model.measured.buckets]
@@ -241,7 +241,7 @@ def _total(values: list[Array]) -> Array:
 
 
 def _line(points: list[tuple[float, float]], samples: float) -> float:
-    """Seconds at so many samples: the line nearest to the points, neither end of it below 0; proportional for one point."""
+    """Seconds at this many samples: the least-squares line, without negative slope or floor; proportional for one point."""
     counts = np.array([count for count, _ in points])
     seconds = np.array([second for _, second in points])
     if np.ptp(counts) < 1e-9:

@@ -1,8 +1,8 @@
-"""`paceline plan RECORD --cluster NAME`: speed, time and cost with 1 to 4096 workers, predicted from what a record measured.
+"""`paceline plan RECORD --cluster NAME`: speed, time and cost with 1 to 4096 workers, predicted from a record.
 
     measured.py -> cluster.py -> draws.py -> model.py (a step of P workers) -> target.py (time, cost, returns) -> words.py
 
-`make_plan` does that and `plan_verb` prints it. Nothing here imports torch.
+`make_plan` does this and `plan_verb` prints it. Nothing here imports torch.
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.files import write_file
+from paceline.output import plural
 from paceline.plan.cluster import ENDLESS, HERE, Cluster, find_cluster, list_presets
 from paceline.plan.draws import bars, draw
 from paceline.plan.fields import short
@@ -20,7 +21,7 @@ from paceline.plan.here import make_here
 from paceline.plan.measured import Measured, Run, read_measured
 from paceline.plan.model import Mode, Model, make_model
 from paceline.plan.target import Returns, counts_up_to, data_limit, find_returns, place_limit, price_of, steps_needed, time_s
-from paceline.plan.tradeoff import MOST_NOISE, Noise, given_noise, read_noise
+from paceline.plan.tradeoff import MOST_NOISE, NoiseScale, given_noise_scale, read_noise_scale
 from paceline.plan.words import (
     BARS,
     count_words,
@@ -35,18 +36,18 @@ from paceline.plan.words import (
 from paceline.records import find_record, read_metrics
 
 MOST_ASKED = 1_000_000
-"""Workers that may be asked for."""
+"""The largest --workers."""
 
 _FAR_OFF = 2.0
-"""Fitted links that are typically off by more are said to be."""
+"""A fit that is typically off by a larger factor gets a warning."""
 
 _BOUNDS = {"speed": (1e-6, 1e6), "price": (0.0, 1e9), "target-steps": (0, 10**12), "samples": (0, 10**9)}
-"""What flags with numbers may be: above the first, up to the second."""
+"""The range of number flags: above the first (or from it, if it is not 0), up to the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asks for; fields are flags."""
+    """What the user asks for; the fields are flags."""
 
     record: str = ""
     """A record's folder, or its name in runs_dir."""
@@ -54,32 +55,32 @@ class Request:
     """A preset's name, a TOML file, `here` or `list`."""
     mode: Mode = "weak"
     workers: str = ""
-    """Counts, 1,2,8; empty: 1, 2, 4, ... 4096, or as many as there are places for (`here`: 64)."""
+    """Counts such as 1,2,8; empty: 1, 2, 4, ... up to 4096, or to what the cluster has room for (`here`: 64)."""
     target_steps: int | None = None
-    """Steps to the target at the record's global batch, instead of those of its run."""
+    """Steps to the target at the record's global batch, instead of the steps of its run."""
     noise: str = ""
-    """A noise scale in samples, or a record it was measured in."""
+    """A noise scale in samples, or a record that measured it."""
     price: float | None = None
     samples: int | None = None
-    """Samples a worker and step in weak scaling; None: as measured."""
+    """Samples per worker and step in weak scaling; None: as measured."""
     speed: float = 1.0
-    """How many times as fast as the one measured a worker is there."""
+    """How many times as fast a worker is there as the measured one."""
     cores: str = ""
-    """Cores that all CPU workers share, whatever their nodes; `none`: each has a device of its own; empty: as measured."""
+    """Cores that all CPU workers share, on any number of nodes; `none`: each has its own device; empty: as measured."""
     json: str = ""
     runs_dir: str = "runs"
 
     def __post_init__(self) -> None:
         if self.mode not in ("weak", "strong"):
             raise UsageError(
-                f"--mode is {self.mode!r}: it must be weak (fixed samples a worker) or strong (fixed global batch)"
+                f"--mode is {self.mode!r}: it must be weak (fixed samples per worker) or strong (fixed global batch)"
             )
         check_number("speed", self.speed)
         for name, value in {"price": self.price, "target-steps": self.target_steps, "samples": self.samples}.items():
             check_number(name, value)
         if self.samples is not None and self.mode == "strong":
             raise UsageError(
-                f"--samples is {self.samples:,}, but --mode strong shares out the record's global batch: leave --samples out,"
+                f"--samples is {self.samples:,}, but --mode strong divides the record's global batch: leave --samples out,"
                 " or use --mode weak"
             )
         if self.cores not in ("", "none") and not (
@@ -94,19 +95,19 @@ class Plan:
 
     request: Request
     model: Model
-    noise: Noise | None
+    noise: NoiseScale | None
     rows: tuple[dict[str, Any], ...]
     returns: Returns
 
 
 def plan_verb(**flags: Any) -> int:
-    """What the command line calls, with its flags: predict, show the table and what it means."""
+    """Predict; print the table and what it means. Called with the command line's flags."""
     request = Request(**flags)
     if request.cluster == "list":
         print(list_presets())
         return 0
     if not request.record:
-        raise UsageError("plan needs a RECORD: the folder of a run, such as runs/NAME (--cluster list needs none)")
+        raise UsageError("plan needs a RECORD: the folder of a run, such as runs/NAME (--cluster list does not)")
     plan = make_plan(request)
     print("\n".join([*introduce(plan), "", table(plan), "", *conclude(plan)]))
     if request.json:
@@ -115,7 +116,7 @@ def plan_verb(**flags: Any) -> int:
 
 
 def check_number(name: str, value: float | None) -> None:
-    """Refuse a flag's number that cannot be meant."""
+    """A UsageError for a flag's number that makes no sense."""
     low, high = _BOUNDS[name]
     if value is None or (value > 0 and low <= value <= high):
         return
@@ -131,7 +132,7 @@ def make_plan(request: Request) -> Plan:
     if request.target_steps:
         measured = replace(measured, run=_to_target(measured, request.target_steps))
     _check_samples(request.samples, measured)
-    noise = find_noise(request.noise, request.runs_dir) if request.noise else measured.noise
+    noise = find_noise_scale(request.noise, request.runs_dir) if request.noise else measured.noise
     measured, cluster = make_cluster(request.cluster, measured, request.cores)
     draws = draw(measured, cluster, noise)
     model = make_model(measured, cluster, draws, mode=request.mode, speed=request.speed, samples=request.samples)
@@ -141,31 +142,33 @@ def make_plan(request: Request) -> Plan:
     return Plan(request=request, model=model, noise=noise, rows=rows, returns=find_returns(model, measured.run, noise))
 
 
-def find_noise(text: str, runs_dir: str) -> Noise:
-    """A noise scale from `--noise`: a number of samples, or a record."""
+def find_noise_scale(text: str, runs_dir: str) -> NoiseScale:
+    """The noise scale given by `--noise`: a number of samples, or a record."""
     try:
         scale = float(text.replace(",", ""))
     except ValueError:
         try:
-            return _noise_of(find_record(text, runs_dir))
+            return _noise_scale_of(find_record(text, runs_dir))
         except UsageError as error:
-            raise UsageError(f"--noise is neither a number of samples nor a record that measured it: {error}") from None
+            raise UsageError(
+                f"--noise is neither a number of samples nor a record that measured the noise scale: {error}"
+            ) from None
     if not 0 < scale < math.inf:
         raise UsageError(f"--noise is {scale:g}: it must be a number of samples above 0, or a record")
     if scale > MOST_NOISE:
         raise UsageError(f"--noise is {scale:g}: it must be at most {MOST_NOISE:g} samples")
-    return given_noise(scale)
+    return given_noise_scale(scale)
 
 
 def make_cluster(name: str, measured: Measured, cores: str = "") -> tuple[Measured, Cluster]:
-    """The record and the cluster of this name, with cores as told; `here` is made from the record's own all-reduces.
+    """The record and the cluster of this name, with `cores` applied; `here` is made from the record's own all-reduces.
 
-    Told `none`, the link within a node is carried by the machine's cores all the same.
+    Also with `none`, the machine's cores carry the link within a node.
     """
     if cores not in ("", "none"):
         if measured.cores is None:
             raise UsageError(
-                f"--cores is {cores}: workers of {measured.record} have a GPU each and share no cores; leave it out"
+                f"--cores is {cores}, but the workers of {measured.record} have GPUs and share no cores: leave it out"
             )
         if name == HERE:
             measured = replace(measured, cores=int(cores))
@@ -176,7 +179,7 @@ def make_cluster(name: str, measured: Measured, cores: str = "") -> tuple[Measur
 
 
 def parse_counts(text: str, model: Model) -> list[int]:
-    """`--workers 1,2,8` as numbers; all doublings, and the most there are places for, where it is empty."""
+    """`--workers 1,2,8` as numbers; if it is empty, all doublings and the most the cluster has room for."""
     if not text:
         return counts_up_to(place_limit(model))
     try:
@@ -184,23 +187,23 @@ def parse_counts(text: str, model: Model) -> list[int]:
     except ValueError:
         counts = [0]
     if counts[0] < 1:
-        raise UsageError(f"--workers is {short(text)}: it must be counts above 0 such as 1,2,8")
+        raise UsageError(f"--workers is {short(text)}: it must be counts above 0, such as 1,2,8")
     if counts[-1] > MOST_ASKED:
-        raise UsageError(f"--workers asks for more than {MOST_ASKED:,}: that is the most that is predicted")
+        raise UsageError(f"--workers asks for more than {MOST_ASKED:,}, the largest count that can be predicted: ask for fewer")
     limit = model.cluster.most_workers()
     if limit and counts[-1] > limit:
         raise UsageError(
-            f"--workers asks for {counts[-1]}: {model.cluster.name} is one node of {limit}; take a cluster with a network"
-            " (--cluster list), or give it an inter link"
+            f"--workers asks for {counts[-1]}: {model.cluster.name} is a single node of {limit}; choose a cluster with a"
+            " network (--cluster list), or give it an inter link"
         )
     batch = model.measured.base.global_batch
     if model.mode == "strong" and counts[-1] > batch:
-        raise UsageError(f"--workers asks for {counts[-1]}: a fixed global batch of {batch} has no more samples to give")
+        raise UsageError(f"--workers asks for {counts[-1]}: a fixed global batch of {batch} allows at most {batch}")
     return counts
 
 
 def make_row(model: Model, workers: int, price: tuple[float, str] | None) -> dict[str, Any]:
-    """All that is predicted for so many workers."""
+    """The prediction for this number of workers."""
     step, one, run = model.step(workers), model.step(1), model.measured.run
     speed = bars(step.samples_per_s)
     efficiency = bars(step.samples_per_s / (workers * one.samples_per_s))
@@ -211,7 +214,7 @@ def make_row(model: Model, workers: int, price: tuple[float, str] | None) -> dic
         **dict(zip(("samples_per_s", "low", "high"), speed, strict=True)),
         **dict(zip(("efficiency", "efficiency_low", "efficiency_high"), efficiency, strict=True)),
         "step_s": float(step.step_s[0]),
-        "components_s": {name: float(part[0]) for name, part in step.components_s.items()},
+        "components_s": {name: float(seconds[0]) for name, seconds in step.components_s.items()},
         "reduce_s": float(step.reduce_s[0]),
     }
     if run is None or workers > (data_limit(model) or workers):
@@ -226,38 +229,38 @@ def make_row(model: Model, workers: int, price: tuple[float, str] | None) -> dic
 
 
 def introduce(plan: Plan) -> list[str]:
-    """What the prediction starts from and what it assumes."""
+    """What the prediction is based on, and what it assumes."""
     measured, cluster = plan.model.measured, plan.model.cluster
     counts = list_words([f"{point.workers:,}" for point in measured.points])
     counts += " worker" if counts == "1" else " workers"
-    buckets = f"{len(measured.buckets)} bucket{'s' * (len(measured.buckets) != 1)}"
+    buckets = plural(len(measured.buckets), "bucket")
     about = f"{cluster.name}, {cluster.about}" if cluster.about else cluster.name
     lines = [
-        f"measured: {measured.task} with {counts}, {number_words(measured.base.samples)} {measured.unit} a worker and"
+        f"measured: {measured.task} with {counts}, {number_words(measured.base.samples)} {measured.unit} per worker and"
         f" step, {measured.gradient_bytes:,} bytes of gradients in {buckets} ({measured.record})",
         f"cluster: {about}{'; ' + cluster.source if cluster.here else ''}",
     ]
     if cluster.off > _FAR_OFF:
-        lines.append("warning: the link is not well described by latency and bandwidth: trust predictions less")
+        lines.append("warning: latency and bandwidth do not describe the link well: trust this prediction less")
     if cluster.unverified or not (cluster.source or cluster.here):
-        lines.append(f"unverified: {cluster.unverified or 'all of it, its file names no source'}")
-    fixed = "fixed samples a worker" if plan.model.mode == "weak" else "fixed global batch"
+        lines.append(f"unverified: {cluster.unverified or 'all numbers: the file names no source'}")
+    fixed = "fixed samples per worker" if plan.model.mode == "weak" else "fixed global batch"
     speed = "as fast as" if plan.request.speed == 1 else f"{plan.request.speed:g} times as fast as"
-    lines.append(f"assumed: {plan.model.mode} scaling ({fixed}); a worker there is {speed} the one measured (--speed)")
+    lines.append(f"assumed: {plan.model.mode} scaling ({fixed}); a worker there is {speed} the measured one (--speed)")
     fewer = plan.model.mode == "strong" or (plan.request.samples or measured.base.samples) != measured.base.samples
     shared = fewer and len({round(point.samples) for point in measured.points}) == 1
-    more = ["compute is proportional to a worker's samples, optimizer and other are fixed"] if shared else []
+    more = ["compute is proportional to the samples per worker; optimizer and other are fixed"] if shared else []
     if plan.request.samples and plan.model.mode == "weak":
-        more.append(f"{plan.request.samples:,} {measured.unit} a worker and step")
+        more.append(f"{plan.request.samples:,} {measured.unit} per worker and step")
     if plan.request.cores == "none":
-        more.append("each worker has a device of its own and shares no cores (--cores)")
+        more.append("each worker has its own device and shares no cores (--cores)")
     elif plan.request.cores:
-        more.append(f"all workers share {plan.request.cores} cores, whatever their nodes (--cores)")
+        more.append(f"all workers share {plan.request.cores} cores, on any number of nodes (--cores)")
     return [*lines, *(f"assumed: {each}" for each in (*measured.assumed, *more))]
 
 
 def table(plan: Plan) -> str:
-    """The prediction as a table in plain text."""
+    """The prediction as a plain-text table."""
     unit = plan.model.measured.unit
     timed, priced = (any(name in row for row in plan.rows) for name in ("time_s", "cost"))
     heads = ["workers", "nodes", "batch", f"{unit}/s", "low to high", "efficiency", "step ms", "exposed", "waiting"]
@@ -266,45 +269,46 @@ def table(plan: Plan) -> str:
 
 
 def conclude(plan: Plan) -> list[str]:
-    """What the table means: the time's meaning, where returns stop and why, what the bars are."""
+    """What the table means: where returns stop and why, what the time is for, what the ranges are."""
     run, noise, returns = plan.model.measured.run, plan.noise, plan.returns
     lines = [returns_words(returns, plan.model.cluster, "time"), *_say_data(plan)]
     if run is None:
-        lines.append("The record does not say how long a run is, so there is no time to a target: give --target-steps.")
+        lines.append("The record does not say how long a run is, so the time to a target is unknown: give --target-steps.")
     elif plan.model.mode == "strong":
-        lines.append(f"Time is for {run.about}: a fixed global batch takes the same steps on any number of workers.")
+        lines.append(f"Time is for {run.about}: a fixed global batch needs the same steps with any number of workers.")
     elif noise is None:
         lines.append(
-            f"Time is for the same epochs as {run.about}. What accuracy such batches reach is not known: paceline rehearse"
-            f" measures it, paceline advise the noise scale (--noise)."
+            f"Time is for the same number of epochs as {run.about}. The accuracy at these batches is unknown: paceline rehearse"
+            f" measures it, and paceline advise measures the noise scale (--noise)."
         )
     else:
         width = f" ({range_words(noise.low, noise.high)})" if noise.rows else ""
         lines.append(
-            f"Time is for as much progress as in {run.about}; steps follow from the noise scale of {number_words(noise.scale)}"
-            f" samples{width}, with a learning rate set well at each batch (paceline rehearse)."
+            f"Time is for the same progress as {run.about}. The steps follow from the noise scale of"
+            f" {number_words(noise.scale)} samples{width}, assuming a well-tuned learning rate at each batch"
+            " (paceline rehearse checks it)."
         )
     if plan.model.interference is not None:
         factor = float(plan.model.interference[0])
-        said = f"In training, all-reduces here take {factor:.2f} times what they take by themselves"
+        said = f"In training, all-reduces take {factor:.2f} times as long here as without training"
         if plan.model.interference_at_limit():
-            said += ", the limit of what the model allows for: what was measured goes beyond it, so trust no prediction here"
+            said += ", the limit of the model. The measurement is beyond it, so do not trust this prediction"
         lines.append(f"{said}.")
     return [*lines, f"({BARS})"]
 
 
 def write_json(plan: Plan, path: Path) -> None:
-    """Write everything as JSON."""
+    """Write the prediction as JSON."""
     try:
         write_file(path, json.dumps(as_json(plan), indent=2, allow_nan=False) + "\n")
     except ValueError:
-        raise UsageError(f"cannot write --json {path}: a prediction is no finite number; look at the table for which") from None
+        raise UsageError(f"cannot write --json {path}: a predicted number is not finite; the table shows which") from None
     except OSError as error:
         raise UsageError(f"cannot write --json {path}: {error.strerror}") from None
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Everything about the prediction."""
+    """The prediction and what it is based on, as a JSON-able dict."""
     measured, model = plan.model.measured, plan.model
     return {
         "kind": "plan",
@@ -321,52 +325,52 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _cluster_json(cluster: Cluster) -> dict[str, Any]:
-    """The cluster; `workers_per_node` is null where a node holds any number."""
+    """The cluster; `workers_per_node` is null if a node has room for any number."""
     places = None if cluster.workers_per_node >= ENDLESS else cluster.workers_per_node
     return {**asdict(cluster), "workers_per_node": places}
 
 
 def _check_samples(samples: int | None, measured: Measured) -> None:
-    """Refuse a worker's samples that are more than there are to train on."""
+    """A UsageError if a worker has more samples per step than the training set."""
     most = measured.run.train_samples if measured.run else None
     if samples is not None and most is not None and samples > most:
-        raise UsageError(f"--samples is {samples:,}: the training set has {most:,} {measured.unit}; give {most:,} at most")
+        raise UsageError(f"--samples is {samples:,}: the training set has {most:,} {measured.unit}; give at most {most:,}")
 
 
 def _to_target(measured: Measured, steps: int) -> Run:
-    """So many steps, at the record's global batch."""
+    """This number of steps, at the record's global batch."""
     batch = measured.run.global_batch if measured.run else measured.base.global_batch
     train = measured.run.train_samples if measured.run else None
     return Run(steps=steps, global_batch=batch, train_samples=train, about=f"{steps:,} steps at a global batch of {batch:,}")
 
 
 def _say_data(plan: Plan) -> list[str]:
-    """From where on there is no time to tell."""
+    """From which count on no time is predicted."""
     run, limit, unit = plan.model.measured.run, data_limit(plan.model), plan.model.measured.unit
     if run is None or limit is None:
         return []
-    why = f"a step would take more than the {run.train_samples:,} training {unit}"
+    why = f"a step would need more than the {run.train_samples:,} training {unit}"
     beyond = [row["workers"] for row in plan.rows if row["workers"] > limit]
     more = " and more" if len(beyond) > 1 else ""
-    return [f"No steps and no time for {count_words(beyond[0])}{more}: {why}."] if beyond else []
+    return [f"No time is predicted for {count_words(beyond[0])}{more}: {why}."] if beyond else []
 
 
-def _noise_of(path: Path) -> Noise:
+def _noise_scale_of(path: Path) -> NoiseScale:
     """The noise scale a record measured."""
     try:
-        found = read_noise(read_metrics(path))
+        found = read_noise_scale(read_metrics(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UsageError(f"{path} is no record of paceline train") from None
+        raise UsageError(f"{path} is not a record of paceline train") from None
     if found is None:
-        raise UsageError(f"{path} measured no noise scale: train it with --measure-noise, or ask paceline advise")
+        raise UsageError(f"{path} did not measure the noise scale: train with --measure-noise, or use paceline advise")
     return found
 
 
 def _cells(row: dict[str, Any], timed: bool, priced: bool) -> list[str]:
-    parts = row["components_s"]
+    components = row["components_s"]
     cells = [f"{row['workers']:,}", f"{row['nodes']:,}", f"{row['global_batch']:,}", number_words(row["samples_per_s"])]
     cells += [range_words(row["low"], row["high"]), f"{row['efficiency']:.1%}"]
-    cells += [number_words(1e3 * each) for each in (row["step_s"], parts["communication"], parts["waiting"])]
+    cells += [number_words(1e3 * each) for each in (row["step_s"], components["communication"], components["waiting"])]
     if timed and "time_s" in row:
         cells += [f"{row['steps']:,}", time_words(row["time_s"])]
         cells.append(f"{time_words(row['time_low_s'])} to {time_words(row['time_high_s'])}")

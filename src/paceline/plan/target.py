@@ -1,17 +1,17 @@
-"""Time and cost to the end of a run with P workers, and where more of them stop to pay.
+"""Time and cost of a run with P workers, and the number beyond which more workers stop paying off.
 
     time(P) = steps(B) step(P),   cost(P) = price of a worker-hour x P x time(P)
 
-With a noise scale N, steps(B) = steps(B0) (1 + N / B) / (1 + N / B0), relative to the run that was measured at B0 (`noise.py`).
-Without one, the same epochs, each of as many whole steps as the training set has batches, ceil(samples / B): nothing is known
-about accuracy at B. Steps are whole. No batch is larger than the training set. Validation and checkpoints are left out.
+With a noise scale N, steps(B) = steps(B0) (1 + N / B) / (1 + N / B0), relative to the measured run at B0 (`tradeoff.py`).
+Without one, the same number of epochs, each with ceil(samples / B) steps: nothing is known about accuracy at B. Steps are
+whole. No batch is larger than the training set. Validation and checkpoints are left out.
 
-**Returns stop** at the first count, of 1, 2, 4, ... and the most there are places for, beyond which no number of doublings
-saves `WORTH` of the time for each. (The first doubling alone does not decide: two workers pay for communication once, and four
-may pay off again.) To blame is what grew most from there to the next: the steps times their batch (noise-bound; where that is
-for steps being whole, data-bound), exposed communication (bandwidth- or latency-bound, by which is the larger part of an
+**Returns stop** at the first of the counts 1, 2, 4, ... and the largest possible one, beyond which no number of doublings saves
+`WORTH` of the time per doubling. (The first doubling alone does not decide: two workers pay for communication once, and four
+may pay off again.) The reason is what grew most from that count to the next: samples needed in total (noise-bound; if it is
+because steps are whole, data-bound), exposed communication (bandwidth- or latency-bound, whichever is the larger share of an
 all-reduce), waiting, workers of a node that slow each other down (core-bound) or, in strong scaling, what does not shrink with
-a worker's samples (overhead-bound). Returns also stop where twice as many would need more than the training set.
+a worker's samples (overhead-bound). Returns also stop if twice as many workers would need a batch larger than the training set.
 """
 
 import math
@@ -23,61 +23,61 @@ from paceline.plan.cluster import Cluster
 from paceline.plan.links import Array
 from paceline.plan.measured import Run
 from paceline.plan.model import Model, Step
-from paceline.plan.tradeoff import Noise, examples_ratio
+from paceline.plan.tradeoff import NoiseScale, examples_ratio
 
 WORTH = 0.2
-"""Doubling the workers halves the time at best; below this share saved it is called not worth it."""
+"""Doubling the workers saves at best half of the time. Saving less than this share is not worth it."""
 
 MOST = 4096
 _MOST_HERE = 64
-"""Workers on the one machine that was measured, unless told."""
+"""The most workers considered on the machine of the record, unless --workers is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Returns:
-    """Where more workers stop to pay."""
+    """Where more workers stop paying off."""
 
     stop_at: int | None
-    """The count beyond which no doubling saves a fifth of the time; None: not up to the most there are."""
+    """The count beyond which no doubling saves a fifth of the time; None: returns do not stop."""
     saved: float | None
-    """What share of the time the next count saves; None: a step of twice as many would take more than the training set."""
+    """The share of the time that the next count saves; None: twice as many would need more than the training set per step."""
     bound: str
-    """noise, data, bandwidth, latency, waiting, cores or overhead; empty where nothing stops."""
+    """noise, data, bandwidth, latency, waiting, cores or overhead; empty if returns do not stop."""
     cost_doubles_at: int | None
-    """The first count at which the run takes twice the worker-hours it takes at the smallest one."""
+    """The first count at which the run takes twice the worker-hours of the smallest count."""
     looked: tuple[int, ...]
-    """The counts looked at."""
+    """The counts considered."""
 
     @property
     def most(self) -> int:
-        """The largest count looked at."""
+        """The largest count considered."""
         return self.looked[-1]
 
     @property
     def next_to(self) -> tuple[int, int]:
-        """(where returns stop, the count after it); where they do not, the last two; twice the last beyond those looked at."""
+        """(where returns stop, the next count); the last two counts if they do not. After the last count comes twice that."""
         counts = (*self.looked, 2 * self.most)
         place = self.looked.index(self.stop_at) if self.stop_at is not None else max(0, len(self.looked) - 2)
         return counts[place], counts[place + 1]
 
 
 def doublings(most: int) -> list[int]:
-    """1, 2, 4, ... up to the most."""
+    """1, 2, 4, ... up to `most`."""
     return [1 << i for i in range(most.bit_length()) if 1 << i <= most]
 
 
 def counts_up_to(most: int) -> list[int]:
-    """1, 2, 4, ... and the most itself."""
+    """1, 2, 4, ... and `most` itself."""
     return sorted({*doublings(most), most})
 
 
 def most_workers(model: Model) -> int:
-    """The largest count that makes sense: a node has so many places, a global batch and a training set so many samples."""
+    """The largest count that makes sense, limited by the cluster, the global batch and the training set."""
     return min(place_limit(model), data_limit(model) or MOST)
 
 
 def data_limit(model: Model) -> int | None:
-    """The workers whose global batch is the training set, in weak scaling; None where that is not known."""
+    """The count at which the global batch is the whole training set, in weak scaling; None if that is unknown."""
     run = model.measured.run
     if run is None or run.train_samples is None or model.mode == "strong":
         return None
@@ -106,8 +106,8 @@ def price_of(cluster: Cluster, price: float | None) -> tuple[float, str] | None:
     return (cluster.price.per_worker_hour, cluster.price.currency) if cluster.price else None
 
 
-def find_returns(model: Model, run: Run | None, noise: Noise | None) -> Returns:
-    """Where more workers stop to pay, looking at 1, 2, 4, ... workers, and at as many as there are places for."""
+def find_returns(model: Model, run: Run | None, noise: NoiseScale | None) -> Returns:
+    """Where more workers stop paying off, among 1, 2, 4, ... and the largest possible count."""
     most, places = most_workers(model), place_limit(model)
     looked = tuple(counts_up_to(most) if most == places else doublings(most))
     steps = [model.step(workers) for workers in looked]
@@ -128,7 +128,7 @@ def find_returns(model: Model, run: Run | None, noise: Noise | None) -> Returns:
 
 
 def place_limit(model: Model) -> int:
-    """The largest count, but for the training set."""
+    """The largest count, without the limit of the training set."""
     limits = [_MOST_HERE if model.cluster.here else MOST, model.cluster.most_workers() or MOST]
     if model.mode == "strong":
         limits.append(model.measured.base.global_batch)
@@ -136,26 +136,28 @@ def place_limit(model: Model) -> int:
 
 
 def _time(step: Step, run: Run | None, noise: Array | None) -> float:
-    """Seconds to the end; without a run, seconds a sample, which is as good for comparing."""
+    """Seconds to the end of the run; without a run, seconds per sample, which compare in the same way."""
     return float(time_s(step, run, noise)[0]) if run is not None else float(1 / step.samples_per_s[0])
 
 
 def _blame(model: Model, here: Step, more: Step, ratio: float) -> str:
-    """What keeps the next count, the double mostly, from saving its share of the time."""
+    """Why the next count, usually twice as many, does not save its share of the time."""
     speed, workers = float(here.samples_per_s[0] / more.samples_per_s[0]), more.workers / here.workers
     examples = ratio / speed  # how many more samples the next count needs
     if examples > workers * speed:
         noise = 0.0 if model.draws.noise is None else float(model.draws.noise[0])
         by_noise = examples_ratio(noise, more.global_batch, here.global_batch)
-        return "noise" if noise and by_noise - 1 > (examples - 1) / 2 else "data"  # the rest is whole steps' doing
-    before, after = ({name: float(part[0]) for name, part in step.components_s.items()} for step in (here, more))
-    shrink = 1.0 if model.mode == "weak" else 1 / workers  # of a worker's samples
+        return (
+            "noise" if noise and by_noise - 1 > (examples - 1) / 2 else "data"
+        )  # the rest comes from rounding up to whole steps
+    before, after = ({name: float(s[0]) for name, s in step.components_s.items()} for step in (here, more))
+    shrink = 1.0 if model.mode == "weak" else 1 / workers  # of the samples per worker
     grown = {name: after[name] - shrink * before[name] for name in after}
     worst = max(("communication", "waiting"), key=lambda name: grown[name])
     if grown[worst] < sum(grown[name] for name in ("input", "compute", "optimizer", "other")):
         if model.mode == "weak":
             return "cores"
-        crowded = model.crowding(more.workers) > model.crowding(here.workers)  # else it is the floor of compute
+        crowded = model.crowding(more.workers) > model.crowding(here.workers)  # else it is the fixed floor of compute
         return "cores" if crowded and grown["compute"] > grown["optimizer"] + grown["other"] else "overhead"
     if worst == "waiting":
         return "waiting"

@@ -1,10 +1,10 @@
-"""The noise scale of a run, and the trade between steps and examples that follows from it.
+"""The noise scale of a run, and the tradeoff between steps and examples that follows from it.
 
 With a noise scale N, a run at global batch B needs S = Smin (1 + N / B) steps and E = S B = Emin (1 + B / N) examples, where
-Emin = N Smin: hence (S / Smin - 1)(E / Emin - 1) = 1 (McCandlish et al. 2018, arXiv:1812.06162, eq. 2.11; the critical batch
+Emin = N Smin. Hence (S / Smin - 1)(E / Emin - 1) = 1 (McCandlish et al. 2018, arXiv:1812.06162, eq. 2.11; the critical batch
 Emin / Smin is taken to be the noise scale). So from B to 2 B the steps fall to (1 + N / 2B) / (1 + N / B): by nearly half while
-B is far below N, by a quarter at B = N, hardly beyond. It is a rule about the number of steps, not about accuracy: it assumes
-that the learning rate is set well at every batch; `paceline rehearse` measures what really happens.
+B is far below N, by a quarter at B = N, hardly at all beyond. The rule is about the number of steps, not about accuracy: it
+assumes a well-tuned learning rate at every batch. `paceline rehearse` measures what really happens.
 """
 
 import math
@@ -15,12 +15,12 @@ from typing import Any
 from paceline.spread import median
 
 MOST_NOISE = 1e12
-"""Samples beyond which a noise scale is as good as endless."""
+"""A noise scale above this many samples is treated as this many."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Noise:
-    """A noise scale, in samples."""
+class NoiseScale:
+    """A noise scale in samples, with its spread over the run."""
 
     scale: float
     low: float
@@ -29,11 +29,11 @@ class Noise:
     rows: int
 
 
-def read_noise(rows: Sequence[Mapping[str, Any]]) -> Noise | None:
+def read_noise_scale(rows: Sequence[Mapping[str, Any]]) -> NoiseScale | None:
     """The noise scale of a record's rows: the median over the second half of the run, and its quartiles.
 
-    Rows hold ratios of smoothed numbers (training/noise.py). The noise scale grows while a run learns; its second half is where
-    most of the steps are worth saving. Epoch rows repeat the step rows' last value: used only where there are no others.
+    Rows hold ratios of smoothed numbers (core/noise.py). The noise scale grows during training; most of the steps worth
+    saving are in the second half. Epoch rows repeat the last step row's value and are used only if there are no others.
     """
     for kind in ("step", "epoch"):
         found = [row["noise_scale"] for row in rows if row.get("kind") == kind and _usable(row.get("noise_scale"))]
@@ -43,23 +43,23 @@ def read_noise(rows: Sequence[Mapping[str, Any]]) -> Noise | None:
     return None
 
 
-def given_noise(scale: float) -> Noise:
-    """A noise scale somebody states, without a range."""
-    return Noise(scale=scale, low=scale, high=scale, rows=0)
+def given_noise_scale(scale: float) -> NoiseScale:
+    """A noise scale given by the user, without a range."""
+    return NoiseScale(scale=scale, low=scale, high=scale, rows=0)
 
 
 def steps_ratio(noise: float, batch: float, reference: float) -> float:
-    """Steps at a global batch, relative to those at the reference batch."""
+    """Steps at a global batch, relative to steps at the reference batch."""
     return (1 + noise / batch) / (1 + noise / reference)
 
 
 def examples_ratio(noise: float, batch: float, reference: float) -> float:
-    """Examples at a global batch, relative to those at the reference batch."""
+    """Examples at a global batch, relative to examples at the reference batch."""
     return steps_ratio(noise, batch, reference) * batch / reference
 
 
 def saved_by_doubling(noise: float, batch: float) -> float:
-    """The share of steps that twice the batch saves."""
+    """The share of the steps that doubling the batch saves."""
     return 1 - steps_ratio(noise, 2 * batch, batch)
 
 
@@ -67,9 +67,9 @@ def _usable(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _middle(values: Sequence[float]) -> Noise:
+def _middle(values: Sequence[float]) -> NoiseScale:
     ordered = sorted(values)
-    return Noise(scale=median(ordered), low=_quantile(ordered, 0.25), high=_quantile(ordered, 0.75), rows=len(ordered))
+    return NoiseScale(scale=median(ordered), low=_quantile(ordered, 0.25), high=_quantile(ordered, 0.75), rows=len(ordered))
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

@@ -1,25 +1,26 @@
-"""How predictions read: numbers for the eye, tables in plain text, and sentences."""
+"""Predictions as text: rounded numbers, plain-text tables and sentences."""
 
 import math
 from collections.abc import Sequence
 
+from paceline.output import plural
 from paceline.plan.cluster import Cluster
 from paceline.plan.target import Returns
 
 BARS = (
-    "low to high: 90% of 400 draws of what was measured or stated with a spread (speed between windows, the link, lag, noise"
-    " scale); what the model leaves out is not in them"
+    "low to high: 90% of 400 random draws of the uncertain inputs, which are the speed between windows, the link, the lag and"
+    " the noise scale; errors of the model itself are not included"
 )
 
 
 def lay_out(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in plain text, columns to the right."""
+    """A plain-text table with right-aligned columns."""
     widths = [max(len(str(row[i])) for row in [heads, *rows]) for i in range(len(heads))]
     return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [heads, *rows])
 
 
 def number_words(value: float) -> str:
-    """Three digits that count: 8,010; 123,000; 4.21."""
+    """Three significant digits: 8,010; 123,000; 4.21."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     places = 2 - math.floor(math.log10(abs(value)))
@@ -46,7 +47,7 @@ def money_words(value: float, currency: str) -> str:
 
 def count_words(workers: int) -> str:
     """1 worker, 64 workers."""
-    return f"{workers:,} worker{'s' * (workers != 1)}"
+    return plural(workers, "worker")
 
 
 def list_words(each: Sequence[object]) -> str:
@@ -56,34 +57,36 @@ def list_words(each: Sequence[object]) -> str:
 
 
 def bound_words(returns: Returns, cluster: Cluster) -> str:
-    """Why returns stop, in half a sentence."""
+    """Why returns stop, as the end of a sentence."""
     if returns.saved is None:
-        return "a step of twice as many would need more than the training set (data-bound)"
+        return "with twice as many, a step would need more than the training set (data-bound)"
     several = returns.stop_at is not None and cluster.nodes(returns.next_to[1]) > 1
     link = "the network between nodes" if several and cluster.inter is not None else "the link between workers"
     return {
-        "noise": "more samples a step average out little more noise, so that the run needs nearly as many steps (noise-bound)",
-        "data": "the data set is the limit: few whole steps of such batches are left (data-bound)",
+        "noise": "more samples per step average out little more noise, so the run needs nearly as many steps (noise-bound)",
+        "data": "the data set is the limit: an epoch has only a few whole steps of such batches (data-bound)",
         "bandwidth": f"{link} cannot carry the gradients while the backward pass runs (bandwidth-bound)",
-        "latency": f"every all-reduce takes many messages over {link}, however few its bytes (latency-bound)",
-        "waiting": "the slowest of so many workers keeps the others waiting (waiting-bound)",
-        "cores": "workers of a node share its cores and slow each other down (core-bound)",
-        "overhead": "what does not shrink with a worker's samples is most of the step (overhead-bound)",
+        "latency": f"every all-reduce takes many messages over {link}, however few bytes it has (latency-bound)",
+        "waiting": "the slowest worker keeps the others waiting (waiting-bound)",
+        "cores": "the workers of a node share its cores and slow each other down (core-bound)",
+        "overhead": "most of the step does not shrink with the samples per worker (overhead-bound)",
     }[returns.bound]
 
 
 def returns_words(returns: Returns, cluster: Cluster, what: str) -> str:
-    """Where returns stop and why; `what` is what doubling saves."""
+    """Where returns stop and why. `what` is what doubling saves."""
     now, after = returns.next_to
     if returns.stop_at is None:
-        step = "the last doubling" if after == 2 * now else f"the last step, from {now:,} on,"
+        step = "the last doubling" if after == 2 * now else f"the last increase, from {now:,} to {after:,},"
         saved = "" if returns.most < 2 else f": {step} still saves {returns.saved:.0%} of the {what}"
-        text = f"Returns do not stop up to {count_words(returns.most)}{saved}."
+        text = f"Returns continue up to {count_words(returns.most)}{saved}."
     else:
-        more = ("twice as many", "saves") if after == 2 * now else (count_words(after), "save")
-        saves = f"{returns.saved:.0%} of the {what} only" if (returns.saved or 0) > 0 else f"nothing of the {what}"
+        more = ("doubling them", "saves") if after == 2 * now else (count_words(after), "save")
+        saves = f"only {returns.saved:.0%} of the {what}" if (returns.saved or 0) > 0 else f"none of the {what}"
         why = "" if returns.saved is None else f"{' '.join(more)} {saves}, because "
         text = f"Returns stop at {count_words(now)}: {why}{bound_words(returns, cluster)}."
     if returns.cost_doubles_at is None:
-        return f"{text} Worker-hours stay below twice those of the smallest count all the way."
-    return f"{text} From {count_words(returns.cost_doubles_at)} on the run takes twice the worker-hours of one worker, or more."
+        return f"{text} Worker-hours stay below twice those of the smallest count throughout."
+    return (
+        f"{text} From {count_words(returns.cost_doubles_at)} on, the run takes at least twice the worker-hours of one worker."
+    )

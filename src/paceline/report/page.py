@@ -1,8 +1,8 @@
-"""`paceline report`: records, measurements and studies as one HTML page that holds everything it shows.
+"""`paceline report`: records, scaling measurements and studies as one self-contained HTML page.
 
-The page is a template, a style and the scripts from `assets/`, plotly's own script, and the sources as JSON. Nothing from a
-record can become markup: the JSON has no `<`, `>` or `&` in it, and the page's script sets text as text. Its policy lets it
-load nothing.
+The page is a template, a style sheet and scripts from `assets/`, plotly's own script, and the sources as JSON. Nothing from a
+record can become markup: the JSON contains no `<`, `>` or `&`, and the scripts set text as text. The page's content security
+policy lets it load nothing.
 """
 
 import json
@@ -25,18 +25,18 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:;"
     " base-uri 'none'; form-action 'none'"
 )
-"""What a page from a file may do: run what is in it, and load nothing."""
+"""The content security policy of a page in a file: run its own scripts, load nothing."""
 
 SCRIPTS = (
-    *("state.js", "words.js", "nodes.js", "charts.js"),  # what is shown, words, elements, cards with a chart
-    *("curves.js", "steps.js", "scaling.js", "timeline.js", "study.js", "overview.js"),  # a page's sections
-    "page.js",
+    *("state.js", "words.js", "nodes.js", "charts.js"),  # state, text, elements, cards with a chart
+    *("curves.js", "steps.js", "scaling.js", "timeline.js", "study.js", "landscape.js"),  # sections with charts
+    *("overview.js", "page.js"),  # sections without charts; puts the sections on the page
 )
-"""The page's scripts, in the order they need each other: within a page from a file, and on the board."""
+"""The scripts of the report and of the board, in the order they load: each uses those before it."""
 
 
 def report_verb(records: Sequence[str], *, out: str = "", runs_dir: str = "runs") -> int:
-    """What the command line calls: records, studies and results by path or by name under runs_dir; none means the newest."""
+    """Write a report of records, studies and results, by path or by name in runs_dir; without names, of the newest."""
     paths = [find_record(name, runs_dir) for name in records] or [_newest(Path(runs_dir))]
     where = write_report(paths, Path(out) if out else _beside(paths, Path(runs_dir)))
     print(f"report in {where}")
@@ -44,7 +44,7 @@ def report_verb(records: Sequence[str], *, out: str = "", runs_dir: str = "runs"
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Path:
-    """Write the page about these records to a file, complete or not at all; returns where it is."""
+    """Write the page about these records to a file, complete or not at all. Returns its path."""
     out = out / "report.html" if out.is_dir() else out
     text = render([read_source(path) for path in dict.fromkeys(paths)])
     try:
@@ -56,7 +56,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
 
 
 def render(sources: Sequence[Mapping[str, Any]]) -> str:
-    """The page about these sources as HTML."""
+    """The page about these sources, as HTML."""
     from jinja2 import Environment
 
     template = Environment(autoescape=True, keep_trailing_newline=True).from_string(asset("page.html"))
@@ -76,38 +76,38 @@ def render(sources: Sequence[Mapping[str, Any]]) -> str:
 
 
 def embed(value: Any) -> str:
-    """A value as JSON that is safe within a script element: no record can end the element or begin another."""
+    """A value as JSON that is safe within a script element: no text in it can end the element or start another."""
     text = json.dumps(finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return text.encode("utf-8", "replace").decode()  # a name that is no text has lone surrogates
+    return text.encode("utf-8", "replace").decode()  # a file name that is not valid text has lone surrogates
 
 
 def asset(name: str) -> str:
-    """A file of the page."""
+    """A file of the page, as text."""
     return (files("paceline.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 @cache
 def plotly() -> str:
-    """plotly's script, from its package; the package itself is not imported, which would take half a second."""
+    """plotly's script, from its package. The package itself is not imported: that would take half a second."""
     found = find_spec("plotly")
     folders = found.submodule_search_locations if found else None
     path = Path(next(iter(folders))) / "package_data" / "plotly.min.js" if folders else None
     if path is None or not path.is_file():
-        raise PacelineError("plotly's script is not installed here: pip install plotly")
+        raise PacelineError("plotly's script is not installed: pip install plotly")
     return _inline(path.read_text(encoding="utf-8"))
 
 
 def _newest(runs_dir: Path) -> Path:
     found = find_sources(runs_dir)
     if not found:
-        raise UsageError(f"{runs_dir} holds no record to report on: name one, or make one with paceline train")
+        raise UsageError(f"{runs_dir} has no record to report on: name one, or make one with paceline train")
     return found[-1]
 
 
 def _beside(paths: Sequence[Path], runs_dir: Path) -> Path:
-    """Where a report goes: into its record; for several, or results that lie among others, to runs_dir."""
+    """Where a report goes: into its record; into runs_dir for several records, or for results outside a record."""
     if len(set(paths)) > 1:
         return runs_dir / "report.html"
     path = paths[0]
@@ -118,5 +118,5 @@ def _beside(paths: Sequence[Path], runs_dir: Path) -> Path:
 
 
 def _inline(script: str) -> str:
-    """A script that may stand in a script element: nothing in it ends the element."""
+    """A script that is safe within a script element: nothing in it ends the element."""
     return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")

@@ -1,11 +1,12 @@
-"""A record, a scale record or a study as one JSON-able dict: what the page and the board show.
+"""A record, a scaling record or a study as one JSON-able dict: the source that the page and the board draw.
 
-Records come from runs that were killed, disks that were full and programs that are not ours. So nothing here raises: what
-cannot be read is said in `problems`, and the rest is shown. Nothing here writes, not even a lock file.
+Records come from runs that were killed, from full disks and from other programs. So `read_source` never raises: it lists what
+it could not read in `problems` and returns the rest. Nothing here writes, not even a lock file.
 """
 
 import math
 import os
+import shlex
 from array import array
 from collections import Counter
 from collections.abc import Mapping
@@ -13,20 +14,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from paceline.contract import contract_lines
 from paceline.errors import PacelineError, reason
 from paceline.files import is_locked, read_json
-from paceline.records import COMPONENTS, unit_of
+from paceline.output import plural
+from paceline.records import Status, unit_of
 from paceline.report.confined import AnyPath
-from paceline.report.ends import read_ends
-from paceline.report.facts import contract_lines, environment_lines
 from paceline.report.series import Columns, Metrics, number, read_metrics_columns, short, text, thin
-from paceline.report.summary import sentence, tone
-from paceline.report.tables import view_landscape, view_scale, view_study
+from paceline.report.summary import summarize, tone
+from paceline.report.tables import order_components, view_landscape, view_scale, view_study
 from paceline.report.timeline import view_timeline
 from paceline.study.results import check_results
 
 STUDY_FILES = ("study.json", "results.json")
-"""What a study's folder has its results in."""
+"""The files that may hold a study's results."""
 
 _OF_A_RECORD = (
     "metrics.jsonl",
@@ -39,15 +40,18 @@ _OF_A_RECORD = (
 )
 
 
-def read_source(path: AnyPath) -> dict[str, Any]:
-    """Everything a page shows of a folder or a file. `problems` says what is missing or broken; it never raises."""
+def read_source(path: AnyPath, end: int | None = None) -> dict[str, Any]:
+    """Everything a page shows of a folder or a file. It never raises: `problems` lists what is missing or broken.
+
+    Rows of metrics.jsonl from byte `end` on are left out, if it is given: the board sends those one by one.
+    """
     path = _folder_of(path)
     source: dict[str, Any] = {
         "id": str(path),
         "name": text(path.stem if path.is_file() else path.resolve().name, 200) or str(path),
         "kind": kind_of(path),
         "path": str(path),
-        "status": "unknown",
+        "status": Status.UNKNOWN,
         "why": "",
         "when": None,
         "contract": [],
@@ -60,54 +64,31 @@ def read_source(path: AnyPath) -> dict[str, Any]:
         "notes": [],
         "problems": [],
     }
-    fill = {"train": _fill_train, "scale": _fill_scale, "study": _fill_study}.get(source["kind"], _fill_unknown)
+    fill = {"scale": _fill_scale, "study": _fill_study}.get(source["kind"], _fill_unknown)
     try:
-        fill(source, path)
-    except Exception as error:  # a record nobody thought of must not take the other runs' page with it
+        if source["kind"] == "train":
+            _fill_train(source, path, end)
+        else:
+            fill(source, path)
+    except Exception as error:  # one unexpected record must not break the page of the other runs
         source["problems"].append(f"cannot be read: {type(error).__name__}: {text(str(error), 300)}")
-    try:
-        source["summary"] = sentence(source)
-    except Exception:
-        source["summary"] = f"{source['name']} cannot be summed up: it holds values of unexpected kinds."
+    source["summary"] = summarize(source)
     source["tone"] = tone(source["status"])
     return source
 
 
-def read_summary(path: AnyPath) -> dict[str, Any]:
-    """A line of a list of runs, cheap enough for thousands: reads no long file but its end. It never raises."""
-    kind = kind_of(path)
-    line: dict[str, Any] = {"id": str(path), "name": text(path.name, 200), "kind": kind, "path": str(path), "status": "unknown"}
-    names = ("when", "task", "model", "workers", "virtual_workers", "global_batch", "optimizer")
-    line |= dict.fromkeys((*names, "unit", "accuracy", "loss", "samples_per_s", "steps", "total_steps"))
-    try:
-        if kind == "train":
-            _line_of_train(line, path)
-        elif kind in ("scale", "study"):
-            source = read_source(path)
-            view = source[kind] or {}
-            line |= {"status": source["status"], "when": source["when"], "task": view.get("task"), "unit": view.get("unit")}
-            if kind == "scale" and view.get("counts"):
-                last = view["counts"][-1]
-                line |= {name: last[name] for name in ("workers", "virtual_workers", "global_batch", "samples_per_s")}
-    except Exception as error:
-        line["why"] = f"{type(error).__name__}: {text(str(error), 200)}"
-    line["when"] = line["when"] or _changed(path)
-    line["tone"] = tone(line["status"])
-    return line
-
-
 def find_sources(folder: Path) -> list[Path]:
-    """The records, scale records and studies right under a folder, the newest last."""
+    """The records, scaling records and studies directly in a folder, the newest last."""
     try:
         with os.scandir(folder) as entries:
             paths = [Path(entry.path) for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
     except OSError:
         return []
-    return sorted((path for path in paths if kind_of(path) != "unknown"), key=lambda path: (_changed(path) or "", path))
+    return sorted((path for path in paths if kind_of(path) != "unknown"), key=lambda path: (changed_at(path) or "", path))
 
 
 def kind_of(path: AnyPath) -> str:
-    """train, scale, study or unknown, by the files that are there."""
+    """train, scale, study or unknown, from the files that exist."""
     if path.is_file():
         found = _read_json(path, [])
         if not isinstance(found, dict):
@@ -121,7 +102,7 @@ def kind_of(path: AnyPath) -> str:
 
 
 def is_running(metrics: AnyPath) -> bool:
-    """Whether somebody writes to this metrics.jsonl: its writer holds a lock on it. Ours is shared, so readers see no other."""
+    """Whether a run is writing to this metrics.jsonl: the writer holds a lock. Ours is shared, so readers do not count."""
     try:
         if not metrics.is_file():  # opening a pipe would wait for its writer
             return False
@@ -131,40 +112,72 @@ def is_running(metrics: AnyPath) -> bool:
         return False
 
 
+def status_of(path: AnyPath, result: Mapping[str, Any]) -> str:
+    """How a run stands. While a run is writing to the record it is running, whatever an earlier attempt left."""
+    if is_running(path / "metrics.jsonl"):
+        return Status.RUNNING
+    found = result.get("status")
+    if isinstance(found, str) and found:
+        return text(found, 60)
+    return Status.UNKNOWN if (path / "result.json").exists() else Status.CUT_SHORT
+
+
+def read_object(path: AnyPath, problems: list[str], missing: str = "") -> dict[str, Any]:
+    """The object in a JSON file; empty, with a problem, where there is none. `missing` is the problem if there is no file."""
+    if not path.exists():
+        problems += [missing] if missing else []
+        return {}
+    said = len(problems)
+    found = _read_json(path, problems)
+    if not isinstance(found, dict) and len(problems) == said:
+        problems.append(f"{path.name} is not a JSON object")
+    return _object(found)
+
+
+def changed_at(path: AnyPath) -> str | None:
+    """When a source last changed: for sources that do not say when they started."""
+    for name in ("metrics.jsonl", "scale.json", *STUDY_FILES, "environment.json", ""):
+        try:
+            return datetime.fromtimestamp((path / name if name else path).stat().st_mtime, UTC).isoformat(timespec="seconds")
+        except OSError:
+            continue
+    return None
+
+
 def _folder_of(path: AnyPath) -> AnyPath:
-    """A file that lies in a record stands for the record."""
+    """The record that a file belongs to; the path itself if it belongs to none."""
     return path.parent if path.name in (*_OF_A_RECORD, "scale.json", *STUDY_FILES) and path.is_file() else path
 
 
-def _fill_train(source: dict[str, Any], path: AnyPath) -> None:
+def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
     problems = source["problems"]
-    about = _read_object(path / "environment.json", problems, missing="environment.json is missing: no contract, no versions")
-    result = _read_object(path / "result.json", problems)
+    about = read_object(path / "environment.json", problems, missing="environment.json is missing: no contract, no versions")
+    result = read_object(path / "result.json", problems)
     metrics = Metrics()
     try:
-        metrics = read_metrics_columns(path / "metrics.jsonl")
+        metrics = read_metrics_columns(path / "metrics.jsonl", end)
     except FileNotFoundError:
         problems.append("metrics.jsonl is missing: no curves")
     except OSError as error:
         problems.append(f"metrics.jsonl cannot be read: {error.strerror}")
     else:
         if metrics.unreadable:
-            problems.append(f"metrics.jsonl: {metrics.unreadable:,} line(s) hold no row of ours and are left out")
+            problems.append(f"metrics.jsonl: {plural(metrics.unreadable, 'line')} skipped: not a valid row")
         if not (metrics.step.count or metrics.epoch.count):
-            problems.append("metrics.jsonl has no step in it: no curves")
+            problems.append("metrics.jsonl has no steps: no curves")
     facts = _object(about.get("contract")) | _object(_object(metrics.resumed).get("contract"))
     source["facts"] = {name: value for name, value in facts.items() if isinstance(value, str | int | float)}
     source["unit"] = unit_of(source["facts"])
-    source["contract"] = contract_lines(facts)
-    source["environment"] = environment_lines(about, _object(metrics.resumed))
+    source["contract"] = _contract(facts)
+    source["environment"] = _environment(about, _object(metrics.resumed))
     source["when"] = text(about.get("when"), 40) or None
-    source["status"] = _status(path, result)
+    source["status"] = status_of(path, result)
     if about and not source["contract"]:
-        problems.append("environment.json holds no contract")
+        problems.append("environment.json has no contract")
     if result and not isinstance(result.get("status"), str):
         problems.append("result.json does not say how the run ended")
-    if source["status"] == "cut short":
-        problems.append("result.json is missing and nobody writes to this record: the run was cut short")
+    if source["status"] == Status.CUT_SHORT:
+        problems.append("result.json is missing and no run is writing to this record: the run was cut short")
     source["why"] = text(result.get("why"))
     _set_epochs(metrics, number(facts.get("steps_per_epoch")))
     source["series"] = {name: thin(getattr(metrics, name)) for name in ("step", "epoch", "health")}
@@ -179,16 +192,16 @@ def _fill_train(source: dict[str, Any], path: AnyPath) -> None:
 
 def _fill_scale(source: dict[str, Any], path: AnyPath) -> None:
     file = path if path.is_file() else path / "scale.json"
-    found = _read_object(file, source["problems"])
+    found = read_object(file, source["problems"])
     source["scale"] = view_scale(found, source["problems"])
     source["unit"] = source["scale"]["unit"]
     counts = found.get("counts")
     contracts = [_object(_object(row).get("contract")) for row in counts] if isinstance(counts, list) else []
-    lines = [contract_lines(facts) for facts in contracts]
+    lines = [_contract(facts) for facts in contracts]
     source["contract"] = [line for line in lines[0] if all(line in each for each in lines)] if lines else []
     about = _object(found.get("environment"))
-    source["environment"], source["when"] = environment_lines(about), text(about.get("when"), 40) or None
-    source["status"] = "done" if source["scale"] and source["scale"]["counts"] else "unknown"
+    source["environment"], source["when"] = _environment(about), text(about.get("when"), 40) or None
+    source["status"] = Status.DONE if source["scale"]["counts"] else Status.UNKNOWN
 
 
 def _fill_study(source: dict[str, Any], path: AnyPath) -> None:
@@ -204,56 +217,46 @@ def _fill_study(source: dict[str, Any], path: AnyPath) -> None:
     view = source["study"] = view_study(results, source["problems"])
     source["name"] = view["name"] or source["name"]
     about = _object(results.get("environment"))
-    source["environment"], source["when"] = environment_lines(about), text(about.get("when"), 40) or None
+    source["environment"], source["when"] = _environment(about), text(about.get("when"), 40) or None
     running = path.is_dir() and any(map(is_running, path.glob("*/metrics.jsonl")))
     whole = view["planned"] is None or view["ended"] >= view["planned"]
-    source["status"] = "running" if running else "done" if whole else "in part"
+    source["status"] = Status.RUNNING if running else Status.DONE if whole else Status.INCOMPLETE
 
 
 def _fill_unknown(source: dict[str, Any], path: AnyPath) -> None:
     if not path.exists():
-        source["problems"].append("there is no such file or folder")
+        source["problems"].append("no such file or folder")
     elif path.is_dir():
         source["problems"].append(
-            "no record: none of metrics.jsonl, environment.json, result.json, scale.json, study.json is here"
+            "not a record: it has none of metrics.jsonl, environment.json, result.json, scale.json and study.json"
         )
     else:
         _read_json(path, source["problems"])
-        source["problems"] = source["problems"] or ["JSON, but neither results of a study nor a scale measurement"]
+        source["problems"] = source["problems"] or ["JSON, but neither study results nor a scaling measurement"]
 
 
-def _line_of_train(line: dict[str, Any], path: AnyPath) -> None:
-    about, result = (_read_object(path / name, []) for name in ("environment.json", "result.json"))
-    ends = read_ends(path / "metrics.jsonl")
-    facts = _object(about.get("contract")) | ends.contract
-    for name in ("task", "model", "optimizer"):
-        line[name] = text(facts.get(name) or about.get(name), 200) or None
-    for name in ("workers", "virtual_workers", "global_batch", "total_steps"):
-        line[name] = number(facts.get(name))
-    line["unit"] = unit_of(facts) if facts else None
-    line["when"] = text(about.get("when"), 40) or None
-    line["status"] = _status(path, result)
-    found = _object(result.get("metrics"))
-    line |= {name: number(found.get(name)) for name in ("accuracy", "loss")}
-    line |= {name: number(result.get(name)) or None for name in ("steps", "samples_per_s")}
-    if result and line["steps"] is not None:
-        return
-    for name in ("steps", "samples_per_s", "accuracy", "loss"):
-        line[name] = _either(getattr(ends, name), line[name])
+def _contract(facts: Mapping[str, Any]) -> list[list[str]]:
+    """A contract's lines, as its run printed them."""
+    return [[what, text(line)] for what, line in contract_lines(facts)]
 
 
-def _status(path: AnyPath, result: Mapping[str, Any]) -> str:
-    """How the run stands. While somebody writes to the record it is running, whatever an earlier attempt left."""
-    if is_running(path / "metrics.jsonl"):
-        return "running"
-    said = result.get("status")
-    if isinstance(said, str) and said:
-        return text(said, 60)
-    return "unknown" if (path / "result.json").exists() else "cut short"
+def _environment(about: Mapping[str, Any], resumed: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Where and how a run was started and resumed, as text by name: versions, machine, commands, git revision."""
+    found = {name: about.get(name) for name in ("when", "python", "system", "machine", "processor", "cores", "git", "devices")}
+    for name, command in (("command", about.get("command")), ("resumed with", (resumed or {}).get("command"))):
+        if isinstance(command, list):
+            found[name] = shlex.join(text(word, 500) for word in command[:200])
+    versions = _object(about.get("versions"))
+    found |= {name: versions[name] for name in list(versions)[:30]}
+    if "task" in about:
+        found["task"] = about["task"]
+    if isinstance(found["devices"], list):
+        found["devices"] = ", ".join(text(each, 200) for each in found["devices"][:20])
+    return {text(name, 60): text(value) for name, value in found.items() if value not in (None, "", [])}
 
 
 def _set_epochs(metrics: Metrics, steps_per_epoch: float | None) -> None:
-    """Epochs as fractions, so that rows within an epoch have places of their own on its axis."""
+    """Write epochs as fractions, so that rows within an epoch get their own places on the epoch axis."""
     if not steps_per_epoch or steps_per_epoch <= 0:
         ends = metrics.epoch.values
         if "step" not in ends or not ends.get("epoch") or not ends["epoch"][0] > 0:
@@ -265,7 +268,7 @@ def _set_epochs(metrics: Metrics, steps_per_epoch: float | None) -> None:
 
 
 def _last(metrics: Metrics, result: Mapping[str, Any]) -> dict[str, float | int | None]:
-    """Where the run ended, or stands: from its result, or from its last rows."""
+    """Where the run ended, or has got to: from its result, or from its last rows."""
     said, epoch, step = _object(result.get("metrics")), metrics.epoch, metrics.step
     found = {
         "accuracy": _either(number(said.get("accuracy")), epoch.last("val_accuracy")),
@@ -284,7 +287,7 @@ def _last(metrics: Metrics, result: Mapping[str, Any]) -> dict[str, float | int 
 
 
 def _where(health: Columns) -> dict[str, Any] | None:
-    """Where the run's steps went, on the whole: each health row counts for the steps since the one before."""
+    """The mean time of each component of a step. A health row counts for the steps since the row before it."""
     names = [name for name in health.values if name.startswith("components_s.")]
     steps = health.values.get("step")
     if not names or steps is None:
@@ -296,10 +299,9 @@ def _where(health: Columns) -> dict[str, Any] | None:
         whole = sum(w for _, w in pairs)
         if whole:
             means[name.removeprefix("components_s.")] = sum(value * w for value, w in pairs) / whole
-    ordered = [*(name for name in COMPONENTS if name in means), *(name for name in means if name not in COMPONENTS)]
     slowest, lag_s = _straggler(health)
     return {
-        "components_s": {name: short(means[name]) for name in ordered},
+        "components_s": {name: short(mean) for name, mean in order_components(means).items()},
         "step_s": short(sum(means.values())),
         "slowest": slowest,
         "lag_s": None if lag_s is None else short(lag_s),
@@ -308,21 +310,15 @@ def _where(health: Columns) -> dict[str, Any] | None:
 
 
 def _straggler(health: Columns) -> tuple[int | None, float | None]:
-    """The worker that was slowest in two rows of three or more, and how far behind it was in those, on the mean."""
+    """The worker that was slowest in at least two thirds of the rows, and its mean lag in those."""
     ranks = health.values.get("slowest", array("d"))
     slow = Counter(rank for rank in ranks if math.isfinite(rank))
     rank, count = slow.most_common(1)[0] if slow else (math.nan, 0)
     if 3 * count < 2 * health.count or not count:
         return None, None
-    lags = [lag for lag, who in zip(health.values.get("lag_s", []), ranks, strict=False) if who == rank and math.isfinite(lag)]
+    timed = zip(health.values.get("lag_s", []), ranks, strict=False)
+    lags = [lag for lag, slowest in timed if slowest == rank and math.isfinite(lag)]
     return int(rank), math.fsum(lags) / len(lags) if lags else None
-
-
-def _read_object(path: AnyPath, problems: list[str], missing: str = "") -> dict[str, Any]:
-    if not path.exists():
-        problems += [missing] if missing else []
-        return {}
-    return _read_json(path, problems) or {}
 
 
 def _read_json(path: AnyPath, problems: list[str]) -> dict[str, Any] | None:
@@ -339,13 +335,3 @@ def _object(value: Any) -> dict[str, Any]:
 
 def _either(value: float | None, other: float | None) -> float | None:
     return other if value is None else value
-
-
-def _changed(path: AnyPath) -> str | None:
-    """When a source last changed, for those that do not say when they began."""
-    for name in ("metrics.jsonl", "scale.json", *STUDY_FILES, "environment.json", ""):
-        try:
-            return datetime.fromtimestamp((path / name if name else path).stat().st_mtime, UTC).isoformat(timespec="seconds")
-        except OSError:
-            continue
-    return None

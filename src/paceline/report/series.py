@@ -1,7 +1,7 @@
-"""The rows of metrics.jsonl as columns of numbers, whatever state the file is in, thinned to what a screen can show.
+"""The rows of metrics.jsonl as columns of numbers, thinned to what a screen can show. The file may be damaged.
 
-A long run has a million rows, and its page must still open at once. So rows are read one by one into flat arrays, and a series
-of more than `MOST_ROWS` is cut into bins of which every column keeps its smallest and largest value: no peak is smoothed away.
+A long run has a million rows, and its page must still open at once. So rows are read one by one into flat arrays. A series of
+more than `MOST_ROWS` rows is cut into bins, and each bin keeps the smallest and largest value of every column: no peak is lost.
 """
 
 import json
@@ -11,52 +11,54 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.output import plural
+from paceline.records import is_repeated, parse_row
 from paceline.report.confined import AnyPath
 
 MOST_ROWS = 2_000
 _MOST_COLUMNS = 40
 _LONGEST_NAME = 80
-_AXES = ("step", "epoch", "time_s")  # they only grow: their extremes are a bin's ends
+_AXES = ("step", "epoch", "time_s")  # these only grow, so their extremes are the ends of a bin
 _MOST_NOTES = 200
 
 
 @dataclass
 class Columns:
-    """Numbers by name, all of one length; nan where a row had none."""
+    """Columns of numbers by name, all of the same length; nan where a row has no number."""
 
     values: dict[str, "array[float]"] = field(default_factory=dict)
     count: int = 0
     _known: set[str] = field(default_factory=lambda: {"kind"})
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """One more row: of its fields, those that are numbers, and of `components_s` each part as `components_s.NAME`."""
+        """Append a row: its fields that are numbers, and each component of `components_s` as `components_s.NAME`."""
         flat = row if row.keys() <= self._known else self._flatten(row)
         for name, column in self.values.items():
             value = flat.get(name)
             try:
                 column.append(value if type(value) is float or type(value) is int else math.nan)
-            except OverflowError:  # an integer beyond all floats
+            except OverflowError:  # an integer too large for a float
                 column.append(math.nan)
         self.count += 1
 
     def _flatten(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The numbers of a row, with a column for each; most rows have only those that are there, and need none of this."""
+        """The numbers of a row, after adding columns for new names. Most rows have no new names and skip this."""
         flat = {name: value for name, value in row.items() if type(value) is float or type(value) is int}
-        parts = row.get("components_s")
-        if type(parts) is dict:
-            flat |= {f"components_s.{name}": value for name, value in parts.items() if number(value) is not None}
+        components = row.get("components_s")
+        if type(components) is dict:
+            flat |= {f"components_s.{name}": value for name, value in components.items() if number(value) is not None}
         for name in [name for name in flat if name not in self.values and len(name) <= _LONGEST_NAME]:
             if len(self.values) < _MOST_COLUMNS:
                 self.values[name] = array("d", [math.nan]) * self.count
                 self._known.add(name)
         return flat
 
-    def drop_from(self, step: float) -> None:
-        """Leave out the rows of this step and later ones."""
+    def drop_repeated(self, kind: str, resumed_at: float) -> None:
+        """Leave out the rows of this kind that a run resumed at a step writes again."""
         steps = self.values.get("step")
         if steps is None:
             return
-        kept = [index for index, value in enumerate(steps) if not value >= step]
+        kept = [index for index, step in enumerate(steps) if not is_repeated(kind, step, resumed_at)]
         self.values = {name: array("d", [column[index] for index in kept]) for name, column in self.values.items()}
         self.count = len(kept)
 
@@ -67,7 +69,7 @@ class Columns:
 
 @dataclass
 class Metrics:
-    """What a metrics.jsonl says."""
+    """The contents of a metrics.jsonl."""
 
     step: Columns = field(default_factory=Columns)
     epoch: Columns = field(default_factory=Columns)
@@ -76,28 +78,31 @@ class Metrics:
     resumed: dict[str, Any] | None = None
     """The last `resume` row."""
     unreadable: int = 0
-    """Lines that hold no row of ours; one at the end that is still being written is not counted."""
+    """Lines that are not valid rows; a last line that is still being written is not counted."""
 
 
-def read_metrics_columns(path: AnyPath) -> Metrics:
-    """The rows of a metrics.jsonl as `records.read_metrics` would have them: what a resumed run did again is there once."""
+def read_metrics_columns(path: AnyPath, end: int | None = None) -> Metrics:
+    """The rows that `records.read_metrics` would return, as columns; only those before byte `end`, if it is given."""
     found = Metrics()
     if not path.is_file():  # opening a pipe would wait for its writer
         raise FileNotFoundError(path)
     tables = {"step": found.step, "epoch": found.epoch, "health": found.health}
-    for row in _rows(path, found):
-        kind = row.get("kind")
+    for row in _rows(path, found, end):
+        kind = row["kind"]
         if kind in tables:
             tables[kind].add(row)
         elif kind == "note" and len(found.notes) < _MOST_NOTES:
             found.notes.append(text(row.get("text")))
         elif kind == "resume":
-            _resume(found, row)
+            found.resumed = row
+            found.notes.append(_resume_note(row))
+            for name, columns in tables.items():
+                columns.drop_repeated(name, row["step"])
     return found
 
 
 def thin(columns: Columns, most: int = MOST_ROWS) -> dict[str, list[float | int | None]]:
-    """The columns as lists for JSON, of at most `most` rows: the first, the last, and each column's extremes in every bin."""
+    """The columns as lists for JSON, with at most `most` rows: the first, the last, and each column's extremes in every bin."""
     kept: range | list[int] = range(columns.count)
     if columns.count > most:
         shown = [column for name, column in columns.values.items() if name not in _AXES]
@@ -112,7 +117,7 @@ def thin(columns: Columns, most: int = MOST_ROWS) -> dict[str, list[float | int 
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None: records write nan as text, and a foreign file may hold anything."""
+    """The value if it is a finite number, else None. Records write nan as text, and a foreign file may hold anything."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -123,7 +128,7 @@ def number(value: Any) -> float | None:
 
 
 def short(value: float) -> float | int | None:
-    """A number with the digits that a chart can show; whole ones as such."""
+    """A number rounded to the digits that a chart can show; whole numbers as int."""
     if not math.isfinite(value):
         return None
     if value == int(value) and abs(value) < 1e15:
@@ -132,54 +137,37 @@ def short(value: float) -> float | int | None:
 
 
 def text(value: Any, most: int = 2_000) -> str:
-    """A value from a record as text for a reader: no control characters, no endless lines."""
+    """A value from a record as readable text: without control characters, and cut where it is long."""
     words = value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
     words = "".join(c if c.isprintable() else " " for c in words[: most + 1])
     return words if len(words) <= most else words[:most] + " ..."
 
 
-def _rows(path: AnyPath, found: Metrics) -> Iterator[dict[str, Any]]:
+def _rows(path: AnyPath, found: Metrics, end: int | None) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
+        at = 0
         for line in file:
-            row = _decode(line)
-            if isinstance(row, dict) and isinstance(row.get("kind"), str):
+            at += len(line)
+            if end is not None and at > end:
+                return
+            row = parse_row(line)
+            if row is not None:
                 yield row
             elif line.strip() and line.endswith(b"\n"):
                 found.unreadable += 1
 
 
-_DECODER = json.JSONDecoder()
-
-
-def _decode(line: bytes) -> Any:
-    """What a line says, None where it is no JSON. `json.loads` would take 4.1 us a row, not 2.4: it looks for an encoding."""
-    try:
-        words = line.decode().strip()
-        row, end = _DECODER.raw_decode(words)
-    except (ValueError, RecursionError):
-        return None
-    return row if end == len(words) else None
-
-
-def _resume(found: Metrics, row: dict[str, Any]) -> None:
-    step = number(row.get("step"))
-    found.resumed = row
-    if step is None:
-        return
-    # A checkpoint at an epoch's last step comes before its validation: the epoch's row is said again.
-    found.epoch.drop_from(step)
-    for columns in (found.step, found.health):
-        columns.drop_from(step + 0.5)
+def _resume_note(row: Mapping[str, Any]) -> str:
     contract = row.get("contract")
     workers = number(contract.get("workers")) if isinstance(contract, dict) else None
-    where = f" on {workers:.0f} worker{'s' if workers != 1 else ''}" if workers is not None else ""
-    found.notes.append(f"resumed from step {step:,.0f}{where}")
+    where = "" if workers is None else f" on {plural(workers, 'worker')}"
+    return f"resumed from step {row['step']:,}{where}"
 
 
 def _extremes(column: "array[float]", low: int, high: int) -> list[int]:
-    """Where the smallest and the largest value of a bin are."""
+    """The indices of the smallest and the largest value of a bin."""
     values = column[low:high]
-    if not math.isfinite(sum(values)):  # nan has no place in an order
+    if not math.isfinite(sum(values)):  # nan cannot be ordered
         finite = [value for value in values if math.isfinite(value)]
         return [low + values.index(each) for each in (min(finite), max(finite))] if finite else []
     return [low + values.index(min(values)), low + values.index(max(values))]

@@ -1,19 +1,19 @@
-"""What happened, in a sentence: for one record, and for all that a page shows. Honest about runs that did not end well."""
+"""What happened, in one sentence: for each record, and for all records on a page. Honest about runs that did not end well."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.records import unit_of
+from paceline.output import plural
+from paceline.records import Status, unit_of
 
-GOOD = ("done", "target reached")
-_LIVE = ("running",)
 _RANKED = ("accuracy", "loss", "samples_per_s")
+_UNFINISHED = (Status.DIVERGED, Status.FAILED, Status.INTERRUPTED, Status.CUT_SHORT)
 
 
 def headline(sources: Sequence[Mapping[str, Any]]) -> str:
-    """The sentence on top of a page: what one record says, or who was best and fastest of several and who failed."""
+    """The sentence at the top of a page: one record's summary, or which of several runs were best, fastest or failed."""
     if not sources:
         return "No record to show."
     if len(sources) == 1:
@@ -29,37 +29,37 @@ def headline(sources: Sequence[Mapping[str, Any]]) -> str:
     return " ".join(said)
 
 
-def sentence(source: Mapping[str, Any]) -> str:
-    """What one record says of itself."""
-    match source["kind"]:
-        case "train":
-            return _train(source)
-        case "scale":
-            return _scale(source)
-        case "study":
-            return _study(source)
-    return f"{source['name']} is no record that can be read: see what is missing below."
+def summarize(source: Mapping[str, Any]) -> str:
+    """One record in a sentence. It never raises."""
+    about = {"train": _train, "scale": _scale, "study": _study}.get(source["kind"])
+    if about is None:
+        return f"{source['name']} cannot be read as a record: see what is missing below."
+    try:
+        return about(source)
+    except Exception:  # an edited or foreign record may hold anything
+        return f"{source['name']} cannot be summarized: it holds values of unexpected types."
 
 
 def tone(status: str) -> str:
-    """How a status is coloured: good, bad, live or plain."""
-    if status in GOOD:
+    """The color of a status: good, bad, live or plain."""
+    known = Status(status)
+    if known.good:
         return "good"
-    return "live" if status in _LIVE else "bad" if status in ("failed", "diverged") else "plain"
+    return {Status.RUNNING: "live", Status.FAILED: "bad", Status.DIVERGED: "bad"}.get(known, "plain")
 
 
 def rate(value: float) -> str:
-    """`7,861`, or with three digits below a hundred."""
+    """A speed: `7,861`; below 100 with three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def figure(value: float) -> str:
-    """A loss or an accuracy: `0.8820`; with four significant digits where that would say nothing, `0.0001234`, `1.235e+04`."""
+    """A loss or an accuracy: `0.8820`; very small or large ones with four significant digits, `0.0001234`, `1.235e+04`."""
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:
-    """`3.8 s`, `1 min 15 s`, `2 h 5 min`. Rounded before it is divided: there is no 60th second."""
+    """`3.8 s`, `1 min 15 s`, `2 h 5 min`. Rounded before it is divided, so that it never says 60 s."""
     if round(seconds, 1) < 60:
         return f"{seconds:.1f} s" if seconds >= 0.95 else f"{1000 * seconds:.0f} ms"
     whole, minutes = round(seconds), round(seconds / 60)
@@ -68,15 +68,8 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60:,} h" + (f" {minutes % 60} min" if minutes % 60 else "")
 
 
-def plural(count: float, word: str) -> str:
-    """`1 worker`, `2,000 workers`."""
-    many = "ies" if word.endswith("y") else "s"
-    stem = word[:-1] if many == "ies" else word
-    return f"{count:,.0f} {word if count == 1 else stem + many}"
-
-
 def shares(components_s: Mapping[str, float]) -> str:
-    """`82% of a step was compute, 11% communication`: the largest parts, down to a twentieth."""
+    """`82% of a step was compute, 11% communication`: the three largest components, if they are at least 5%."""
     whole = math.fsum(components_s.values())
     if whole <= 0:
         return ""
@@ -89,25 +82,24 @@ def shares(components_s: Mapping[str, float]) -> str:
 
 
 def _train(source: Mapping[str, Any]) -> str:
-    facts, status, why = source["facts"], source["status"], source["why"]
+    facts, status, why = source["facts"], Status(source["status"]), source["why"]
     model, task = facts.get("model"), _task(source)
     what = f"{model or 'a model'} on {task}" if task else f"{model or 'a model'}"
     place = _place(facts)
     said = f"{source['name']} "
-    if status in GOOD:
-        said += f"trained {what}{place}{_outcome(source)}."
-        if status == "target reached":
-            said = said[:-1] + ", where it reached its target."
-    elif status == "running":
+    if status.good:
+        said += f"trained {what}{place}{_outcome(source)}"
+        said += ", and reached its target." if status == Status.TARGET_REACHED else "."
+    elif status == Status.RUNNING:
         said += f"is training {what}{place}: {_progress(source)}."
-    elif status in ("failed", "diverged", "interrupted"):
-        verb = "was interrupted" if status == "interrupted" else status
+    elif status in (Status.FAILED, Status.DIVERGED, Status.INTERRUPTED):
+        verb = "was interrupted" if status == Status.INTERRUPTED else status
         reason = why.removeprefix(f"{status}: ").rstrip(".")
-        said += f"{verb} {_how_far(source)}" + (f": {reason}." if reason else ".") + f" It was to train {what}{place}."
-    elif status == "cut short":
-        said += f"was cut short {_how_far(source)}, and nothing says why. It was to train {what}{place}."
+        said += f"{verb} {_how_far(source)}" + (f": {reason}." if reason else ".") + f" It was set to train {what}{place}."
+    elif status == Status.CUT_SHORT:
+        said += f"was cut short {_how_far(source)}, for an unknown reason. It was set to train {what}{place}."
     else:
-        said += f"ended as {status!r}{_outcome(source)}."
+        said += f"ended with status {source['status']}{_outcome(source)}."
     where = shares(source["where"]["components_s"]) if source.get("where") else ""
     return f"{said} {where}." if where else said
 
@@ -139,7 +131,7 @@ def _progress(source: Mapping[str, Any]) -> str:
     last, facts = source["last"], source["facts"]
     step, total, time_s = last.get("steps"), facts.get("total_steps"), last.get("time_s")
     if not step:
-        return "no step is done yet"
+        return "no step has finished yet"
     words = [f"step {step:,.0f} of {total:,.0f}" if _is_number(total) else f"step {step:,.0f}"]
     if last.get("accuracy") is not None:
         words.append(f"accuracy {figure(last['accuracy'])} at the last validation")
@@ -153,40 +145,38 @@ def _progress(source: Mapping[str, Any]) -> str:
 def _how_far(source: Mapping[str, Any]) -> str:
     step, total = source["last"].get("steps"), source["facts"].get("total_steps")
     if not step:
-        return "before its first step was written down"
+        return "before its first step was recorded"
     return f"after {step:,.0f} of {total:,.0f} steps" if _is_number(total) else f"after {plural(step, 'step')}"
 
 
 def _compared(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Several runs: the best, the fastest, and those that did not come to their end."""
+    """Several runs: the best, the fastest, and those that have not finished."""
     measured = [run for run in runs if any(run["last"].get(name) is not None for name in _RANKED)]
     tasks, units = {_task(run) for run in measured}, {unit_of(run["facts"]) for run in measured}
-    unlike = " of different tasks" if len(tasks) > 1 else " that count different samples" if len(units) > 1 else ""
-    said = [] if unlike else [*_best(runs), *_fastest(measured)]  # numbers of different tasks say nothing of each other
+    unlike = " of different tasks" if len(tasks) > 1 else " with different units" if len(units) > 1 else ""
+    said = [] if unlike else [*_best(runs), *_fastest(measured)]  # numbers of different tasks cannot be compared
     name = said[1].partition(" was fastest, ")[0] if len(said) == 2 else ""
     if name and said[0].startswith((f"{name} ended best, ", f"{name} is best so far, ")):
         said = [f"{said[0]}, and {said[1].removeprefix(f'{name} ')}"]
-    for status, verb in (("running", "still training"), ("diverged", "diverged"), ("failed", "failed")):
-        said += _who(runs, status, verb)
-    for status, verb in (("interrupted", "interrupted"), ("cut short", "cut short")):
-        said += _who(runs, status, verb)
-    silent, counted = "" if measured else ", none of which says how it ended", plural(len(runs), "run")
+    for status, verb in ((Status.RUNNING, "still training"), *((each, each.value) for each in _UNFINISHED)):
+        said += _named(runs, status, verb)
+    silent, counted = "" if measured else ", none with a result", plural(len(runs), "run")
     if said and said[0].startswith((f"{counted} ended equal, ", f"{counted} are equal so far, ")):
         return "; ".join(said) + "."
     return f"{counted}{unlike}" + (": " + "; ".join(said) if said else silent) + "."
 
 
 def _best(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Which run of one task ended best, or is best while others train; runs that show the same number ended equal."""
+    """Which run of a task ended best, or is best so far. Runs that show the same number are equal."""
     for name, better in (("accuracy", max), ("loss", min)):
         found = [(run["last"][name], run["name"]) for run in runs if run["last"].get(name) is not None]
         if not found:
             continue
         value, best = better(found, key=lambda pair: pair[0])
-        so_far = any(run["status"] in _LIVE for run in runs if run["last"].get(name) is not None)
+        so_far = any(run["status"] == Status.RUNNING for run in runs if run["last"].get(name) is not None)
         equal = sum(figure(other) == figure(value) for other, _ in found)
         if len(found) == 1:
-            return [f"{best} came to {name} {figure(value)}"]
+            return [f"{best} reached {name} {figure(value)}"]
         if equal == 1:
             return [f"{best} {'is best so far' if so_far else 'ended best'}, with {name} {figure(value)}"]
         how = "equal" if equal == len(found) else "equal and best"
@@ -195,7 +185,7 @@ def _best(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _fastest(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Which run was fastest, where one was."""
+    """Which run was fastest, if one was."""
     found = [(run["last"]["samples_per_s"], run["name"]) for run in runs if run["last"].get("samples_per_s")]
     if len(found) < 2:
         return []
@@ -205,7 +195,7 @@ def _fastest(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{fastest} was fastest, with {rate(value)} {unit_of(runs[0]['facts'])}/s"]
 
 
-def _who(runs: Sequence[Mapping[str, Any]], status: str, verb: str) -> list[str]:
+def _named(runs: Sequence[Mapping[str, Any]], status: str, verb: str) -> list[str]:
     names = [run["name"] for run in runs if run["status"] == status]
     if not names:
         return []
@@ -220,14 +210,14 @@ def _scale(source: Mapping[str, Any]) -> str:
     if not counts:
         return f"{about}: nothing was measured."
     first, last = counts[0], counts[-1]
-    said = f"{about}: {plural(first['workers'], 'worker')} made {rate(first['samples_per_s'])} {unit}/s"
+    said = f"{about}: {plural(first['workers'], 'worker')} ran at {rate(first['samples_per_s'])} {unit}/s"
     if last is first:
-        return said + "; one count alone says nothing of scaling."
-    said += f", {plural(last['workers'], 'worker')} {rate(last['samples_per_s'])}"
+        return said + "; scaling needs at least two worker counts."
+    said += f", {plural(last['workers'], 'worker')} at {rate(last['samples_per_s'])}"
     speed_up = last["samples_per_s"] / first["samples_per_s"] if first["samples_per_s"] else None
     if speed_up:
         linear = last["workers"] / first["workers"]
-        said += f": {speed_up:.2f} times as many, {speed_up / linear:.0%} of linear"
+        said += f": {speed_up:.2f} times as fast, {speed_up / linear:.0%} of linear"
     where = shares(last["components_s"])
     return f"{said}. With {plural(last['workers'], 'worker')}, {where}." if where else f"{said}."
 
@@ -235,13 +225,13 @@ def _scale(source: Mapping[str, Any]) -> str:
 def _study(source: Mapping[str, Any]) -> str:
     study = source["study"]
     if not study:
-        return f"{source['name']} is a study whose results cannot be read."
+        return f"{source['name']} is a study with unreadable results."
     metric, arms = study["metric"], [arm for arm in study["arms"] if arm["mean"] is not None]
     of = f" of {study['planned']:,}" if study["planned"] and study["planned"] != study["ended"] else ""
     name, count = study["name"] or source["name"], plural(len(study["arms"]), "arm")
     said = f"{name} on {study['task']}: {count}, {study['ended']:,}{of} runs"
     if not arms:
-        return said + ", none of which has a result yet."
+        return said + ", no results yet."
     best = (max if metric == "accuracy" else min)(arms, key=lambda arm: arm["mean"])
     said += f". Best: {best['name']}, {metric} {best['spread']}"
     verdicts = Counter(arm["verdict"] for arm in study["arms"] if not arm["reference"])

@@ -1,26 +1,25 @@
-"""Scaling measurements, study results and a loss surface, as the page shows them: only what can be trusted to be a number."""
+"""Scaling measurements, study results and loss surfaces as the page shows them, with every number checked."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.output import plural
 from paceline.records import COMPONENTS, Status, unit_of
 from paceline.report.series import number, short, text
 from paceline.spread import deviation, mean, median
 from paceline.study.results import compare_arm, difference_words, final_values, legend, spread_words
 
-"""What a step's time is divided into, in the order it is drawn."""
-
 _MOST_SIDE = 400  # points along one side of a landscape
 
 
 def view_scale(found: Mapping[str, Any], problems: list[str]) -> dict[str, Any] | None:
-    """A scale.json: its counts in order, its links, its verdict."""
+    """A scale.json: its worker counts in order, its links and its verdict."""
     counts = _list(found.get("counts"))
     rows = [row for row in map(_count, counts) if row]
     if not rows:
-        problems.append("scale.json holds no counts: the measurement did not come to its first one")
+        problems.append("scale.json has no worker counts: the measurement ended before its first one")
     elif len(rows) < len(counts):
-        problems.append(f"scale.json: {len(counts) - len(rows)} of {len(counts)} counts cannot be read")
+        problems.append(f"scale.json: {len(counts) - len(rows)} of {plural(len(counts), 'worker count')} cannot be read")
     return {
         "task": text(found.get("task"), 200),
         "mode": text(found.get("mode"), 40),
@@ -32,7 +31,7 @@ def view_scale(found: Mapping[str, Any], problems: list[str]) -> dict[str, Any] 
 
 
 def view_study(results: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """A study's results: for each arm its seeds' values, their spread, and the verdict against the reference."""
+    """A study's results. For each arm: the value of each seed, their spread, and the verdict against the reference."""
     study, metric = results["study"], results["metric"]
     reference, margin, target = study["reference"], number(study["margin"]) or 0.0, number(study["target_accuracy"])
     values = final_values(results, reference)
@@ -60,15 +59,15 @@ def view_study(results: Mapping[str, Any], problems: list[str]) -> dict[str, Any
 
 
 def view_landscape(found: Any, problems: list[str]) -> dict[str, Any] | None:
-    """A landscape.json: losses over a grid; None, with a problem said, where sizes do not fit."""
+    """A landscape.json: losses over a grid; None, with a problem, where the sizes do not match."""
     if not isinstance(found, dict):
-        problems.append("landscape.json holds no landscape")
+        problems.append("landscape.json is not a landscape")
         return None
     x, y, rows = (_list(found.get(name)) for name in ("x", "y", "loss"))
     loss = [[_rounded(value) for value in row] for row in rows if isinstance(row, list)]
     fits = x and y and len(loss) == len(y) and all(len(row) == len(x) for row in loss)
     if not fits or max(len(x), len(y)) > _MOST_SIDE:
-        problems.append(f"landscape.json: x, y and loss do not fit together (at most {_MOST_SIDE} points a side are drawn)")
+        problems.append(f"landscape.json: the sizes of x, y and loss do not match, or are above {_MOST_SIDE} points per side")
         return None
     return {
         "x": [_rounded(value) for value in x],
@@ -78,12 +77,17 @@ def view_landscape(found: Any, problems: list[str]) -> dict[str, Any] | None:
     }
 
 
-def parts_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """The parts of a step in seconds, ours first and in order, unknown ones after them."""
+def components_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The components of a step in seconds, in the order they are drawn."""
     found = row.get("components_s")
-    found = {text(name, 40): number(value) for name, value in found.items()} if isinstance(found, dict) else {}
-    ordered = [*(name for name in COMPONENTS if name in found), *(name for name in found if name not in COMPONENTS)]
-    return {name: value for name in ordered if (value := found[name]) is not None}
+    listed = found.items() if isinstance(found, dict) else ()
+    return order_components({text(name, 40): s for name, value in listed if (s := number(value)) is not None})
+
+
+def order_components(components: Mapping[str, float]) -> dict[str, float]:
+    """Components in the order of `records.COMPONENTS`, then those it does not know."""
+    names = [*(name for name in COMPONENTS if name in components), *(name for name in components if name not in COMPONENTS)]
+    return {name: components[name] for name in names}
 
 
 def _count(row: Any) -> dict[str, Any] | None:
@@ -101,7 +105,7 @@ def _count(row: Any) -> dict[str, Any] | None:
         "workers": int(workers),
         "samples_per_s": speed,
         **{name: number(row.get(name)) for name in names},
-        "components_s": parts_of(row),
+        "components_s": components_of(row),
         "windows": len(_list(row.get("windows"))) or None,
         "memory_bytes": max((each for each in memory if each is not None), default=None),
         "buckets": len(_list(row.get("buckets"))) or None,

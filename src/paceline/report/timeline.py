@@ -1,7 +1,7 @@
-"""A profile of a few steps as bars to draw: what each worker computed, and which part of an all-reduce lay behind it.
+"""Read timeline.json, the profile of a few steps, into bars to draw. `training/timing/profile.py` writes the file.
 
-The file is Chrome's trace format (`paceline train --profile` writes it). An all-reduce is cut in pieces here: those while its
-worker was still in its backward pass cost nothing (hidden), the others are time the step had to wait (exposed).
+It is in Chrome's trace format. An all-reduce is cut into pieces: those during the worker's backward pass cost nothing (hidden),
+the others are time that the step had to wait (exposed).
 """
 
 from collections import defaultdict
@@ -14,20 +14,20 @@ from paceline.report.series import number, short, text
 _MOST_WORKERS = 16
 _MOST_BARS = 6_000
 _KINDS = ("input", "forward", "backward", "communication", "waiting", "optimizer", "other")
-_EXACT = 1e-9  # pieces shorter than this share of a microsecond are rounding
+_ROUNDING = 1e-9  # shorter pieces, in microseconds, are rounding errors
 
 
 def view_timeline(found: Any, problems: list[str]) -> dict[str, Any] | None:
-    """The bars, bucket table and facts of a timeline.json; None, with a problem said, where it holds none."""
+    """The bars, buckets and facts of a timeline.json; None, with a problem, where it holds none."""
     events = found.get("traceEvents") if isinstance(found, dict) else None
     if not isinstance(events, list):
-        problems.append("timeline.json holds no traceEvents")
+        problems.append("timeline.json has no traceEvents")
         return None
     spans = [span for span in map(_span, events) if span]
-    if any(span["bucket"] is not None for span in spans):  # which say more than that the worker communicates
+    if any(span["bucket"] is not None for span in spans):  # bucket spans say more than plain communication spans
         spans = [span for span in spans if span["kind"] != "communication" or span["bucket"] is not None]
     if not spans:
-        problems.append("timeline.json holds no spans to draw")
+        problems.append("timeline.json has no spans to draw")
         return None
     start = min(span["start"] for span in spans)
     workers = sorted({span["worker"] for span in spans})
@@ -78,7 +78,7 @@ def _span(event: Any) -> dict[str, Any] | None:
 
 
 def _pieces(span: Mapping[str, Any], backward: list[tuple[float, float]]) -> list[dict[str, Any]]:
-    """A span as it is drawn: an all-reduce cut where its worker's backward passes begin and end."""
+    """A span in the pieces it is drawn as: an all-reduce is cut where the worker's backward passes begin and end."""
     if span["kind"] != "communication":
         return [{**span, "hidden_us": None, "first": True}]
     cuts = [span["start"], span["end"]]
@@ -87,7 +87,7 @@ def _pieces(span: Mapping[str, Any], backward: list[tuple[float, float]]) -> lis
     cuts.sort()
     pieces: list[dict[str, Any]] = []
     for begin, end in pairwise(cuts):
-        if end - begin <= _EXACT:
+        if end - begin <= _ROUNDING:
             continue
         middle = (begin + end) / 2
         hidden = any(low <= middle <= high for low, high in backward)
@@ -114,7 +114,7 @@ def _bar(piece: Mapping[str, Any], start: float) -> dict[str, Any]:
 
 
 def _steps(spans: list[dict[str, Any]], start: float) -> list[dict[str, Any]]:
-    """When each step began and ended, over all workers."""
+    """When each step began on the first worker and ended on the last."""
     ranges: dict[float, list[float]] = {}
     for span in spans:
         if span["step"] is not None:

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from paceline import models
 from paceline.config import Config
+from paceline.contract import Contract
 from paceline.core.determinism import deterministic
 from paceline.core.keys import key, seed_all
 from paceline.core.norms import PartNorm, can_group, group_batch_norms
@@ -23,7 +24,7 @@ from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
 from paceline.optim.muon import describe_split
-from paceline.training.contract import Contract, make_contract, plan_run
+from paceline.training.contract import make_contract, make_steps
 from paceline.training.dataset import count_samples, load_data
 from paceline.training.forward import Forward
 from paceline.training.gradients import Sam
@@ -114,7 +115,7 @@ def build(task: Task, config: Config, world: World) -> Run:
 
 def _build(task: Task, config: Config, world: World) -> Run:
     train, validation, data_sha256 = load_data(task, config, world)
-    sampler, schedule = plan_run(config, world, count_samples(train))
+    sampler, schedule = make_steps(config, world, count_samples(train))
     trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world)
     model, grouping, notes = _make_model(trial)
     loaders = [

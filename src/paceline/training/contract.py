@@ -1,88 +1,18 @@
-"""The contract: what a run is about to do, worked out once, printed before the first step and kept in the record."""
+"""Work out a run's contract: its steps, learning rates and workers, from the configuration, the world and the data."""
 
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.config import Config
+from paceline.contract import Contract
 from paceline.core.sampler import Sampler
 from paceline.core.schedules import Schedule, make_schedule
 from paceline.dist.world import World, describe_devices
 from paceline.errors import UsageError
+from paceline.output import plural
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contract:
-    """Everything that follows from the configuration, the world and the data."""
-
-    task: str
-    unit: str
-    """What samples are called: images, windows."""
-    model: str
-    parameters: int
-    data: str
-    train_samples: int
-    validation_samples: int
-    workers: int
-    virtual_workers: int
-    parts: str
-    """How a worker runs its parts: together, in turn, and why."""
-    reduce: str
-    nodes: int
-    launcher: str
-    devices: str
-    backend: str
-    precision: str
-    reference_batch: int
-    base_lr: float
-    global_batch: int
-    part_batch: int
-    accumulate: int
-    k: float
-    lr_rule: str
-    peak_lr: float
-    optimizer: str
-    schedule: str
-    warmup: str
-    steps_per_epoch: int
-    epochs: int
-    total_steps: int
-    seed: int
-    loader: str
-    record: str
-    resumed_at: int | None = None
-    """The step a resumed run goes on from."""
-
-    def lines(self) -> list[tuple[str, str]]:
-        """(what, how much) for the eye; of a resumed run only what may have changed."""
-        parts = "1 part" if self.virtual_workers == 1 else f"{self.virtual_workers} parts"
-        gain = f", times a gain from 1 to {max(1.0, self.k):g}" if self.lr_rule == "adascale" else ""
-        accumulate = f", each in {self.accumulate} micro-batches" if self.accumulate > 1 else ""
-        lines = [
-            ("task", f"{self.task}: {self.train_samples:,} training and {self.validation_samples:,} validation samples"),
-            ("data", f"{self.data} ({self.loader})"),
-            ("model", f"{self.model}, {self.parameters:,} parameters"),
-            ("reference", f"batch {self.reference_batch} at lr {self.base_lr:g}"),
-            ("workers", f"P = {self.workers} (V = {parts}, {self.parts}), {self.launcher}, {self.nodes} node(s)"),
-            ("global batch", f"{self.global_batch} = {parts} of {self.part_batch}{accumulate}"),
-            ("scale", f"k = {self.k:g}, rule {self.lr_rule}: peak lr {self.peak_lr:g}{gain}"),
-            ("optimizer", f"{self.optimizer}, {self.schedule}, warm-up {self.warmup}"),
-            ("steps", f"{self.steps_per_epoch} an epoch, {self.epochs} epochs, {self.total_steps:,} in all"),
-            ("device", f"{self.devices}, backend {self.backend}, {self.precision}, reduce {self.reduce}"),
-            ("seed", str(self.seed)),
-            ("record", self.record),
-        ]
-        if self.resumed_at is None:
-            return lines
-        resumed = f"{self.record}, from step {self.resumed_at} of {self.total_steps:,}"
-        return [("resumed", resumed), *(line for line in lines if line[0] in ("workers", "device"))]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the record."""
-        return asdict(self)
-
-
-def plan_run(config: Config, world: World, samples: int) -> tuple[Sampler, Schedule]:
-    """The steps and the learning rates that follow from the configuration, the number of workers and of samples."""
+def make_steps(config: Config, world: World, samples: int) -> tuple[Sampler, Schedule]:
+    """The steps and learning rates that follow from the configuration, the number of workers and the number of samples."""
     parts = config.virtual_workers or world.size
     check_parts(parts, world.size)
     check_comparable(config, parts)
@@ -99,24 +29,25 @@ def plan_run(config: Config, world: World, samples: int) -> tuple[Sampler, Sched
 
 
 def check_parts(parts: int, workers: int) -> None:
-    """Every worker computes at least one part."""
+    """A UsageError where there are more workers than parts: every worker computes at least one part."""
     if workers > parts:
         raise UsageError(
-            f"{workers} workers for {parts} virtual worker(s): use at most {parts} workers, or more virtual workers"
+            f"{workers} workers for {plural(parts, 'virtual worker')}: use at most {plural(parts, 'worker')},"
+            " or more virtual workers"
         )
 
 
 def check_comparable(config: Config, parts: int) -> None:
-    """A UsageError where an option needs several parts a step and there is one."""
+    """A UsageError where an option needs several parts per step and there is only one."""
     if parts == 1 and (config.measure_noise or config.lr_rule == "adascale"):
         asks = "--measure-noise" if config.measure_noise else "--lr-rule adascale"
-        raise UsageError(f"{asks} compares the gradients of parts, and there is one part: use --virtual-workers 2 or more")
+        raise UsageError(f"{asks} compares the gradients of parts, but there is only one part: use --virtual-workers 2 or more")
     if parts == 1 and config.local_steps:
-        raise UsageError("--local-steps needs two virtual workers at least: give --virtual-workers, or more --workers")
+        raise UsageError("--local-steps needs at least two virtual workers: give --virtual-workers, or more --workers")
 
 
 def make_contract(config: Config, world: World, sampler: Sampler, schedule: Schedule, about: dict[str, Any]) -> Contract:
-    """The contract; `about` holds what the task, the data and the record say of themselves."""
+    """The contract. `about` holds the fields that the task, the data and the record supply."""
     warmup = f"over {schedule.warmup_steps} steps from {schedule.warmup_from:.3g} of the peak, by {schedule.by}"
     if schedule.shape == "one-cycle":
         warmup = f"over {round(schedule.peak_at * schedule.total_steps)} steps from {schedule.warmup_from:.3g} of the peak"
@@ -164,12 +95,12 @@ def _optimizer_words(config: Config) -> str:
     }
     said = "".join(f", {what} {value:g}" for what, value in extras.items() if value)
     if config.local_steps:
-        said += f", from {config.local_after:.0%} of the run on {config.local_steps} local steps between averagings"
+        said += f", {config.local_steps} local steps between averagings after {config.local_after:.0%} of the run"
     return f"{words}, weight decay {config.weight_decay:g}{said}"
 
 
 def _settings(config: Config) -> str:
-    """What the optimizer was told beside its learning rate."""
+    """The optimizer's settings besides its learning rate."""
     match config.optimizer:
         case "lars":
             return f" momentum {config.momentum:g}, trust {config.trust_coefficient:g}"
@@ -182,4 +113,4 @@ def _settings(config: Config) -> str:
             return f" betas {config.beta1:g} and {config.beta2:g}{averaged}"
         case "adamw" | "lamb":
             return f" betas {config.beta1:g} and {config.beta2:g}"
-    return ""  # a task's own
+    return ""  # a task's own optimizer

@@ -11,11 +11,11 @@ from typing import Any, Protocol, cast
 from torch import nn
 
 from paceline.config import Config
+from paceline.contract import Contract
 from paceline.errors import PacelineError, RecordError, UsageError
 from paceline.output import try_say, warn
 from paceline.records import Record, environment
 from paceline.toml import read_toml, to_toml
-from paceline.training.contract import Contract
 from paceline.training.timing.health import describe, judge
 from paceline.training.timing.profile import describe_timeline
 

@@ -14,8 +14,8 @@ Make = Callable[..., Path]
 def test_the_noise_scale_says_how_many_workers_are_worth_it(make_training: Make) -> None:
     said = "\n".join(advise(make_training(noise=[1.0] * 20 + [1900.0] * 20)))
     assert "The noise scale is 1,900 samples" in said
-    assert "15 workers of 128" in said
-    assert "saves 25% of the steps or more (40% at a quarter of it); at four times that batch 10%" in said
+    assert "15 workers with 128 samples each" in said
+    assert "saves at least 25% of the steps (40% at a quarter of that batch). At four times that batch it saves 10%" in said
     assert "--cluster predicts it" in said
     assert "paceline rehearse fashion-mnist-mini --workers 15" in said
 
@@ -36,18 +36,18 @@ def test_a_cluster_adds_speed_and_may_stop_sooner(make_training: Make) -> None:
     assert stop is not None
     assert 8 < stop < 7812
     assert "images/s" in said
-    assert "7,812 workers of 128" in said  # by noise alone
-    assert f"With what communication costs on gigabit-lab, returns stop at {stop:,} workers:" in said
+    assert "7,812 workers with 128 samples each" in said  # by noise alone
+    assert f"Including the cost of communication on gigabit-lab, returns stop at {stop:,} workers:" in said
     assert "(latency-bound)" in said
     assert f"Worth it: up to about {stop:,} workers" in said
 
 
-def test_parts_that_are_only_there_to_measure_are_no_workers_share(make_training: Make) -> None:
+def test_parts_smaller_than_the_reference_batch_do_not_set_the_samples_per_worker(make_training: Make) -> None:
     said = "\n".join(advise(make_training(noise=[1900.0] * 20, virtual_workers=8, part_batch=16, reference_batch=128)))
-    assert "15 workers of 128" in said
+    assert "15 workers with 128 samples each" in said
 
 
-def test_a_noise_scale_below_one_workers_batch_is_said_to_be(make_training: Make) -> None:
+def test_a_noise_scale_below_one_workers_batch(make_training: Make) -> None:
     said = "\n".join(advise(make_training(noise=[22.5] * 20)))
     assert "One worker's batch of 128 is already beyond it: a second worker saves 7% of the steps." in said
     assert "Worth it: up to about 1 worker." in said
@@ -57,8 +57,8 @@ def test_a_noise_scale_below_one_workers_batch_is_said_to_be(make_training: Make
 
 def test_no_advice_beyond_the_training_set(make_training: Make) -> None:
     said = "\n".join(advise(make_training(noise=[1e6] * 20)))
-    assert "46 workers of 128 (more would take more than the training set)" in said
-    assert "Worth it: up to about 46 workers (a step of more would take more than the training set)" in said
+    assert "46 workers with 128 samples each; more would need more than the training set per step)" in said
+    assert "Worth it: up to about 46 workers (more would need more than the training set per step)" in said
     assert "4,096" in said  # 32 workers
     assert "8,192" not in said
 
@@ -72,7 +72,7 @@ def test_the_next_command_takes_the_task_as_it_was_given(make_training: Make, he
 
 
 @pytest.mark.parametrize("speed", [-1.0, 0.0, 1e-300, 1e300])
-def test_a_speed_that_cannot_be_is_refused_without_a_cluster_too(make_training: Make, speed: float) -> None:
+def test_an_impossible_speed_is_refused_without_a_cluster_too(make_training: Make, speed: float) -> None:
     with pytest.raises(UsageError, match="--speed is"):
         advise(make_training(noise=[1900.0] * 20), speed=speed)
 
@@ -89,12 +89,12 @@ def test_the_advice_is_what_its_table_says(make_training: Make) -> None:
     record = make_training(noise=[240.0] * 20)
     said = "\n".join(advise(record))
     assert "33% of the steps" in said
-    assert "2 workers of 128" in said
+    assert "2 workers with 128 samples each" in said
     assert "Worth it: up to about 2 workers." in said
     stop = make_plan(Request(record=str(record), cluster="aws-p5")).returns.stop_at
     assert stop is not None
     assert stop > 2
-    assert f"Worth it: up to about {stop} workers. What they do to accuracy: paceline rehearse" in "\n".join(
+    assert f"Worth it: up to about {stop} workers. To measure their accuracy: paceline rehearse" in "\n".join(
         advise(record, cluster="aws-p5")
     )
 
@@ -116,7 +116,7 @@ def test_the_next_command_trains_the_same_model(make_training: Make) -> None:
         ({"part_batch": "x"}, "part_batch is 'x'"),
     ],
 )
-def test_a_contract_that_is_none_is_one_line(make_training: Make, contract: object, says: str) -> None:
+def test_a_broken_contract_is_one_line(make_training: Make, contract: object, says: str) -> None:
     folder = make_training(noise=[1900.0] * 20)
     (folder / "environment.json").write_text(json.dumps({"contract": contract}))
     with pytest.raises(RecordError) as caught:
@@ -124,7 +124,7 @@ def test_a_contract_that_is_none_is_one_line(make_training: Make, contract: obje
     assert says in str(caught.value)
 
 
-def test_workers_get_a_part_each_however_many_the_run_had(make_training: Make) -> None:
+def test_every_worker_gets_a_part_however_many_workers_the_run_had(make_training: Make) -> None:
     """The probe had eight parts on one worker; eight workers have one each, and an eighth of its compute."""
     record = make_training(noise=[1024.0] * 20, virtual_workers=8, global_batch=1024)
     facts = read_facts(record, cluster="dgx-h100")
@@ -135,22 +135,22 @@ def test_workers_get_a_part_each_however_many_the_run_had(make_training: Make) -
     assert eight["components_s"]["compute"] == pytest.approx(facts.plan.model.measured.base.components_s["compute"] / 8)
 
 
-def test_what_was_measured_of_communication_is_said(make_training: Make) -> None:
+def test_measured_communication_is_reported(make_training: Make) -> None:
     said = "\n".join(advise(make_training(noise=[500.0] * 20, workers=2)))
-    assert "communication and waiting were 0% of a step of 2 workers" in said
+    assert "communication and waiting took 0% of a step with 2 workers" in said
 
 
-def test_a_record_without_parts_will_do(make_training: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_without_components_works(make_training: Make, capsys: pytest.CaptureFixture[str]) -> None:
     assert advise_verb(str(make_training(noise=[500.0] * 20, health=False))) == 0
     assert "The noise scale is 500 samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("noise", [None, ["inf", "nan"]])
 def test_a_record_without_a_noise_scale_says_how_to_get_one(make_training: Make, noise: list[str] | None) -> None:
-    with pytest.raises(RecordError, match="measured no noise scale: train with --measure-noise --virtual-workers 8"):
+    with pytest.raises(RecordError, match="did not measure the noise scale: train with --measure-noise --virtual-workers 8"):
         advise(make_training(noise=noise))
 
 
-def test_what_is_no_record_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="is no record of paceline train"):
+def test_a_missing_record_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="is not a record of paceline train"):
         advise(tmp_path / "nowhere")

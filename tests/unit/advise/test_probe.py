@@ -1,4 +1,4 @@
-"""What `paceline advise` is given: a record that is there, or a task to train a little."""
+"""What `paceline advise` accepts: an existing record, or a task to train briefly."""
 
 import json
 from pathlib import Path
@@ -47,9 +47,9 @@ def test_a_task_is_trained_as_on_one_worker_with_its_step_cut_into_parts(runs: P
 def test_a_record_is_not_trained(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     assert find_or_train("run", {"runs_dir": str(tmp_path)}) == tmp_path / "run"
-    with pytest.raises(UsageError, match="--epochs is for training"):
+    with pytest.raises(UsageError, match="--epochs is only for training"):
         find_or_train("run", {"runs_dir": str(tmp_path), "epochs": "3"})
-    with pytest.raises(UsageError, match="--recipe is for training"):
+    with pytest.raises(UsageError, match="--recipe is only for training"):
         find_or_train("run", {"runs_dir": str(tmp_path)}, "batch-128")
 
 

@@ -1,4 +1,4 @@
-"""Who may look at a board and what it serves: over real sockets, as a browser would ask."""
+"""Access control and what a board serves, over real sockets, as a browser would ask."""
 
 import http.client
 import json
@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BoardServer]:
-    """One board for all who change nothing."""
+    """One board for all tests that change nothing."""
     folder = tmp_path_factory.mktemp("served")
     make_run(folder, "one")
     with serving(folder) as server:
@@ -40,7 +40,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BoardServer]:
 
 
 def ask(server: BoardServer, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
-    """A request as it is written, whatever a client would make of it."""
+    """Send a request exactly as written, which a normal client might change."""
     address = urlsplit(server.url)
     connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=TIMEOUT_S)
     connection.putrequest(method, path, skip_host="Host" in headers)
@@ -71,7 +71,7 @@ class Stream:
         self._connection.close()
 
     def until(self, event: str, wanted: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any]:
-        """The next event of this name that is wanted."""
+        """The next event of this name for which `wanted` is true."""
         end = time.monotonic() + TIMEOUT_S
         while True:
             assert time.monotonic() < end, f"no such {event}"
@@ -125,7 +125,7 @@ def test_a_folder_with_markup_in_its_name_is_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:{port}", "localhost", "127.0.0.1:1", "localhost.evil:{port}", ""]
 )
-def test_another_host_name_is_turned_away(served: BoardServer, host: str) -> None:
+def test_another_host_name_is_refused(served: BoardServer, host: str) -> None:
     status, headers, text = ask(served, "/", Host=host.format(port=urlsplit(served.url).port))
     assert status == 403
     assert "<" not in text
@@ -133,19 +133,19 @@ def test_another_host_name_is_turned_away(served: BoardServer, host: str) -> Non
 
 
 @pytest.mark.parametrize("host", ["localhost:{port}", "127.0.0.1:{port}", "[::1]:{port}", "LocalHost:{port}"])
-def test_this_machines_names_are_let_in(served: BoardServer, host: str) -> None:
+def test_this_machines_names_are_allowed(served: BoardServer, host: str) -> None:
     assert ask(served, "/", Host=host.format(port=urlsplit(served.url).port))[0] == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
-def test_only_looking_is_allowed(served: BoardServer, method: str) -> None:
+def test_the_board_is_read_only(served: BoardServer, method: str) -> None:
     for path in ("/", "/events", "/nowhere"):
         status, headers, text = ask(served, path, method)
-        assert (status, text) == (405, "a board is only for looking: GET and HEAD\n")
+        assert (status, text) == (405, "the board is read-only: GET and HEAD\n")
         assert "content-security-policy" in headers
 
 
-def test_saves_a_page_of_the_chosen_records(root: Path) -> None:
+def test_saves_a_page_of_the_selected_records(root: Path) -> None:
     with serving(root) as server:
         status, headers, text = ask(server, "/report?run=one&run=../one&run=nothing")
         assert ask(server, "/report?run=nothing")[0] == ask(server, "/report")[0] == 404
@@ -217,14 +217,14 @@ def test_only_what_is_listed_can_be_read(tmp_path: Path, root: Path, id: str) ->
 @pytest.mark.parametrize("times", ["new", "as before"])
 @pytest.mark.parametrize("what", ["one", "group", "one/metrics.jsonl", "one/environment.json"])
 def test_nothing_is_read_through_a_link_made_after_listing(tmp_path: Path, root: Path, what: str, times: str) -> None:
-    """A record, a folder of records or a file becomes a link that leads out; perhaps the folder's old time is put back."""
+    """A record, a folder of records or a file becomes a link that leads out; the folder's old time may be restored."""
     make_run(root / "group", "inner")
     secret = begin_run(tmp_path / "elsewhere", "inner", task="TOP-SECRET")
     secret.row({"kind": "note", "text": "TOP-SECRET"})
     (tmp_path / "elsewhere" / "one").symlink_to(secret.path)
     id = "group/inner" if what == "group" else "one"
     for path in [*root.rglob("*"), root]:
-        os.utime(path, ns=(10**18, 10**18))  # old enough for the board to go by it
+        os.utime(path, ns=(10**18, 10**18))  # old enough for the board to trust it
     with serving(root) as server, Stream(server, f"run={id}") as early:
         assert ask(server, f"/report?run={id}")[0] == 200
         assert early.until("source")["source"]["status"] == "done"
@@ -266,7 +266,7 @@ def tree(root: Path) -> dict[str, tuple[int, int, int]]:
     return {str(path): (about.st_mtime_ns, about.st_ctime_ns, about.st_size) for path in paths if (about := os.lstat(path))}
 
 
-def test_a_running_record_is_told_row_by_row_and_its_end(root: Path) -> None:
+def test_a_running_record_is_sent_row_by_row_and_then_its_end(root: Path) -> None:
     live = begin_run(root, "live")
     add_steps(live, 1, 5)
     with serving(root) as server, Stream(server, "run=live") as stream:
@@ -276,7 +276,7 @@ def test_a_running_record_is_told_row_by_row_and_its_end(root: Path) -> None:
         add_steps(live, 6, 10)
         told = stream.until("rows")
         seen = list(told["rows"]["step"]["step"])
-        while seen[-1] < 10:  # rows may come in two lots
+        while seen[-1] < 10:  # rows may come in two events
             told = stream.until("rows")
             seen += told["rows"]["step"]["step"]
         assert seen == [6, 7, 8, 9, 10]
@@ -290,13 +290,13 @@ def test_a_running_record_is_told_row_by_row_and_its_end(root: Path) -> None:
         assert stream.until("source", lambda told: told["source"]["status"] == "done")["source"]["last"]["accuracy"] == 0.75
 
 
-def test_who_comes_late_is_told_no_row_twice(root: Path) -> None:
+def test_a_late_browser_gets_no_row_twice(root: Path) -> None:
     live = begin_run(root, "live")
     add_steps(live, 1, 5)
     with serving(root) as server, Stream(server, "run=live") as early:
         early.until("source")
         add_steps(live, 6, 9)
-        with Stream(server, "run=live") as late:  # before the watcher tells of these rows, or after
+        with Stream(server, "run=live") as late:  # before or after the watcher sends these rows
             assert late.until("source")["source"]["series"]["step"]["step"][-1] == 9
             add_steps(live, 11, 11)
             seen: list[int] = []
@@ -306,7 +306,22 @@ def test_who_comes_late_is_told_no_row_twice(root: Path) -> None:
     end_run(live)
 
 
-def test_new_and_removed_runs_are_told(root: Path) -> None:
+def test_a_validation_sends_its_rows_and_not_the_whole_record(root: Path) -> None:
+    """An epoch's end also changes course.csv, which says nothing that the epoch's row does not."""
+    live = begin_run(root, "live")
+    add_steps(live, 1, 9)
+    with serving(root) as server, Stream(server, "run=live") as stream:
+        stream.until("source")
+        live.course_row({"time_s": 1.0, "val_accuracy": 0.5})
+        add_steps(live, 10, 10)
+        stream.until("rows", lambda told: bool(told["rows"]["epoch"]))
+        add_steps(live, 11, 11)
+        stream.until("rows", lambda told: told["rows"]["step"].get("step") == [11])
+        assert stream.said.count("event: source") == 1
+    end_run(live)
+
+
+def test_new_and_removed_runs_are_sent(root: Path) -> None:
     with serving(root) as server, Stream(server) as stream:
         assert [run["name"] for run in stream.until("runs")["changed"]] == ["one"]
         made = begin_run(root, "two")
@@ -318,7 +333,7 @@ def test_new_and_removed_runs_are_told(root: Path) -> None:
         stream.until("runs", lambda told: told["removed"] == ["two"])
 
 
-def test_a_browser_that_comes_back_is_told_what_changed_since(root: Path) -> None:
+def test_a_browser_that_reconnects_gets_what_changed_since(root: Path) -> None:
     with serving(root) as server:
         with Stream(server) as stream:
             since = stream.until("runs")["_id"]
@@ -326,13 +341,13 @@ def test_a_browser_that_comes_back_is_told_what_changed_since(root: Path) -> Non
         with Stream(server, **{"Last-Event-ID": since}) as stream:
             told = stream.until("runs")
             assert (told["whole"], [run["name"] for run in told["changed"]]) == (False, ["two"])
-        with Stream(server, f"since=other-{since.partition('-')[2]}") as stream:  # a version of a board that is no more
+        with Stream(server, f"since=other-{since.partition('-')[2]}") as stream:  # a version of another board process
             assert stream.until("runs")["whole"]
 
 
 def test_a_record_that_cannot_be_read_hides_no_other(root: Path) -> None:
     (root / "pipe").mkdir()
-    os.mkfifo(root / "pipe" / "metrics.jsonl")  # opening it would wait for ever
+    os.mkfifo(root / "pipe" / "metrics.jsonl")  # opening it would wait forever
     (root / "garbage").mkdir()
     (root / "garbage" / "environment.json").write_bytes(b"\xff\xfe\x00[")
     (root / "garbage" / "metrics.jsonl").write_text('{"kind": "step", "step": NaN, "loss": "x"}\n[1\n' + "[" * 100_000)
@@ -352,7 +367,7 @@ def test_ends_at_once_with_streams_open(root: Path) -> None:
     assert stream.is_over()  # and `serving` saw the server's thread end
 
 
-def test_ctrl_c_is_a_good_end(root: Path) -> None:
+def test_ctrl_c_ends_it_with_exit_code_0(root: Path) -> None:
     code = "import sys; from paceline.board.board import board_verb; sys.exit(board_verb(sys.argv[1], '127.0.0.1', 0))"
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(root)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -360,7 +375,7 @@ def test_ctrl_c_is_a_good_end(root: Path) -> None:
     assert process.stdout is not None
     line = process.stdout.readline()
     url = line.removeprefix("board at ").partition(" ")[0]
-    assert line == f"board at {url} (Ctrl-C ends it)\n"
+    assert line == f"board at {url} (Ctrl-C to stop)\n"
     connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=TIMEOUT_S)
     connection.request("GET", "/events")
     assert connection.getresponse().readline().startswith(b"event: runs")
@@ -370,22 +385,26 @@ def test_ctrl_c_is_a_good_end(root: Path) -> None:
     assert (process.returncode, out, err) == (0, "", "")
 
 
-def test_a_port_that_is_taken_is_one_line(root: Path) -> None:
-    with listen("127.0.0.1", 0) as taken, pytest.raises(UsageError, match=r"port \d+ is taken.*--port 0"):
+def test_a_port_in_use_is_one_line(root: Path) -> None:
+    with listen("127.0.0.1", 0) as taken, pytest.raises(UsageError, match=r"port \d+ is in use.*--port 0"):
         board_verb(str(root), "127.0.0.1", taken.getsockname()[1])
 
 
 @pytest.mark.parametrize(
     ("host", "port", "said"),
-    [("127.0.0.1", 70000, "--port is 70000"), ("no.such.host.invalid", 0, "no address"), ("203.0.113.1", 0, "cannot listen")],
+    [
+        ("127.0.0.1", 70000, "--port is 70000"),
+        ("no.such.host.invalid", 0, "not an address"),
+        ("203.0.113.1", 0, "cannot listen"),
+    ],
 )
-def test_an_address_that_cannot_be_is_one_line(root: Path, host: str, port: int, said: str) -> None:
+def test_an_impossible_address_is_one_line(root: Path, host: str, port: int, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         board_verb(str(root), host, port)
 
 
 def test_no_folder_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"does not exist; make a run first \(paceline train"):
+    with pytest.raises(UsageError, match=r"does not exist; train first \(paceline train"):
         board_verb(str(tmp_path / "runs"), "127.0.0.1", 0)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file"):

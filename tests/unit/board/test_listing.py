@@ -11,7 +11,7 @@ import pytest
 
 from harness.boards import add_steps, begin_run, end_run, make_run
 from paceline.board.listing import Listing, Tail
-from paceline.report.read import read_summary
+from paceline.board.summaries import read_summary
 
 
 class Counted:
@@ -30,7 +30,7 @@ def ids(listing: Listing) -> list[str]:
 
 
 def settle(root: Path) -> None:
-    """Make all of it as old as records usually are: what was written this second is looked at again."""
+    """Make everything as old as records usually are: files written this second are checked again."""
     for path in [*root.rglob("*"), root]:
         os.utime(path, ns=(10**18, 10**18))
 
@@ -76,14 +76,14 @@ def test_every_record_gets_its_turn(tmp_path: Path) -> None:
     assert [each["status"] for each in listing.changes()["changed"] if each["id"] == "run-33"] == ["diverged"]
 
 
-def test_a_look_ends_when_its_time_is_used_and_goes_on_with_the_next(tmp_path: Path) -> None:
+def test_a_look_ends_when_its_time_is_used_and_the_next_continues(tmp_path: Path) -> None:
     for number in range(10):
         os.utime(small_run(tmp_path, f"run-{number}"), ns=(0, 10**18 + number))
     listing = Listing(tmp_path)
     listing.look(budget_s=-1)
     assert (ids(listing), listing.pending) == (["run-9"], 9)  # the newest first
     left = []
-    for _ in range(9):  # one record a look, whatever the clock says: a look that reads none must fail here, not go on for ever
+    for _ in range(9):  # one record per look: a look that reads none must fail here, not loop forever
         listing.look(budget_s=-1)
         left.append(listing.pending)
     assert left == [8, 7, 6, 5, 4, 3, 2, 1, 0]
@@ -109,7 +109,7 @@ def test_what_is_listed(tmp_path: Path) -> None:
         assert listing.path(id) is None, id
 
 
-def test_a_record_that_becomes_a_link_is_listed_no_more(tmp_path: Path) -> None:
+def test_a_record_that_becomes_a_link_is_no_longer_listed(tmp_path: Path) -> None:
     small_run(tmp_path / "runs", "run")
     elsewhere = small_run(tmp_path, "elsewhere")
     listing = Listing(tmp_path / "runs")
@@ -171,7 +171,7 @@ def test_a_run_comes_and_goes(tmp_path: Path) -> None:
     assert ([each["id"] for each in told["changed"]], told["removed"]) == (["run"], ["group/inner"])
 
 
-def test_a_killed_run_is_seen_though_no_file_changes(tmp_path: Path) -> None:
+def test_a_killed_run_is_noticed_although_no_file_changes(tmp_path: Path) -> None:
     record = begin_run(tmp_path, "run")
     add_steps(record, 1, 3)
     settle(tmp_path)
@@ -215,7 +215,7 @@ def test_a_tail_reads_what_is_appended(tmp_path: Path) -> None:
     end_run(record)
 
 
-def test_a_tail_waits_for_the_rest_of_a_row_and_skips_what_is_none(tmp_path: Path) -> None:
+def test_a_tail_waits_for_the_rest_of_a_row_and_skips_invalid_lines(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_bytes(b'{"kind": "step", "step": 1}\n{"kind"')
     tail = Tail(tmp_path)
@@ -228,7 +228,7 @@ def test_a_tail_waits_for_the_rest_of_a_row_and_skips_what_is_none(tmp_path: Pat
 
 
 @pytest.mark.parametrize("how", ["truncated", "replaced", "resumed"])
-def test_a_tail_says_when_rows_are_taken_back(tmp_path: Path, how: str) -> None:
+def test_a_tail_says_when_the_record_must_be_read_again(tmp_path: Path, how: str) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_bytes(b'{"kind": "step", "step": 1}\n' * 3)
     tail = Tail(tmp_path)
@@ -253,4 +253,4 @@ def test_a_tail_of_nothing_begins_when_there_is_something(tmp_path: Path) -> Non
     tail = Tail(tmp_path)
     assert tail.read() == []
     (tmp_path / "metrics.jsonl").write_bytes(b'{"kind": "step", "step": 1}\n')
-    assert tail.read() is None  # the record is read anew as a whole
+    assert tail.read() is None  # the whole record is read again

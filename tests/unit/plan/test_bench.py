@@ -25,7 +25,7 @@ def bench() -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_plan"] = module  # dataclasses look their module up
+    sys.modules["bench_plan"] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     sys.path[:] = path
     return module
@@ -41,7 +41,7 @@ def test_machines_that_follow_the_model_are_predicted_exactly(bench: Any, make_s
     assert fitted["assumed_link"]["bandwidth_GBps"] == pytest.approx(0.115, rel=1e-3)
 
 
-def test_errors_are_those_of_the_product_told_the_same(bench: Any, make_scale: Make) -> None:
+def test_errors_are_those_of_the_product_with_the_same_inputs(bench: Any, make_scale: Make) -> None:
     cpu = {"devices": "1 CPU worker, 1 thread (2 cores, no GPU)", "backend": "gloo"}
     for task, link, on_node, cores in (
         ("cnn", "loopback", None, ""),
@@ -61,7 +61,7 @@ def test_a_fit_never_sees_what_it_predicts(bench: Any, make_scale: Make) -> None
     assert {link["workers"] for link in cut["links"]} == {2}
 
 
-def test_the_table_says_how_far_off_it_was(bench: Any, make_scale: Make) -> None:
+def test_the_table_states_the_error(bench: Any, make_scale: Make) -> None:
     folder = make_scale("sleeper-loopback", counts=(1, 2, 3, 4))
     found = json.loads((folder / "scale.json").read_text())
     found["counts"][3]["samples_per_s"] *= 0.5

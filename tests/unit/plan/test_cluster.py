@@ -37,7 +37,7 @@ def test_every_preset_parses_and_names_its_sources(name: str) -> None:
     assert name in list_presets()
 
 
-def test_a_file_of_ones_own(tmp_path: Path) -> None:
+def test_a_users_own_file(tmp_path: Path) -> None:
     cluster = find_cluster(str(write(tmp_path, GOOD)))
     assert cluster.intra is not None
     assert cluster.inter is not None
@@ -49,7 +49,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert cluster.most_workers() is None
 
 
-def test_a_single_node_has_no_more_places_than_it_has(tmp_path: Path) -> None:
+def test_a_single_node_limits_the_workers(tmp_path: Path) -> None:
     assert find_cluster("h200-node").most_workers() == 8
 
 
@@ -65,7 +65,7 @@ def test_a_single_node_has_no_more_places_than_it_has(tmp_path: Path) -> None:
         (("workers_per_node = 4", "workers_per_node = 2.5"), "workers_per_node is 2.5: it must be a whole number above 0"),
         (("workers_per_node = 4", "workers_per_node = 4\ntrees = 1"), "trees is 1: it must be true or false"),
         (("low = 0.5", "low = 0.85"), "it must be low <= typical <= high"),
-        (("efficiency = 0.7", "efficiency = 70"), "efficiency is 70: it is a share of the line rate, 1.5 at most"),
+        (("efficiency = 0.7", "efficiency = 70"), "efficiency is 70: it is a share of the line rate and must be at most 1.5"),
         (("high = 0.9", "high = 90"), "efficiency is 90: it is a share of the line rate"),
         (("bandwidth_GBps = 20", "bandwidth_GBps = inf"), "bandwidth_GBps is inf: it must be a number above 0"),
         (("bandwidth_GBps = 20", 'bandwidth_GBps = "fast"'), "bandwidth_GBps is 'fast': it must be a number above 0"),
@@ -89,7 +89,7 @@ def test_a_single_node_has_no_more_places_than_it_has(tmp_path: Path) -> None:
         (("workers_per_node = 4", f"workers_per_node = {'9' * 400}"), "999...: it must be 1 to 1e+06"),
         (("workers_per_node = 4", f"workers_per_node = {'9' * 5000}"), "is not valid TOML: a number is too long"),
         (('name = "mine"', f"name = {'[' * 100_000}"), "is not valid TOML: its values are nested too deeply"),
-        (("workers_per_node = 4", f"workers_per_node = 0x{'f' * 5000}"), "a number of thousands of digits: it must be 1 to"),
+        (("workers_per_node = 4", f"workers_per_node = 0x{'f' * 5000}"), "a number with thousands of digits: it must be 1 to"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, change: tuple[str, str], says: str) -> None:
@@ -108,11 +108,11 @@ def test_a_wrong_name_suggests_the_nearest() -> None:
 
 @pytest.mark.parametrize("name", ["", " "])
 def test_no_name_is_one_line(name: str) -> None:
-    with pytest.raises(UsageError, match=r"--cluster is empty: give a preset's name, .* \(--cluster list shows"):
+    with pytest.raises(UsageError, match=r"--cluster is empty: give a preset, .* \(--cluster list shows"):
         find_cluster(name)
 
 
-def test_a_presets_name_is_the_preset_whatever_lies_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_presets_name_always_means_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "aws-p5").write_text("")
     (tmp_path / "mine").write_text(GOOD)

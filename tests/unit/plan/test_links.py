@@ -25,7 +25,7 @@ def test_a_tree_of_eight_by_hand() -> None:
     assert tree_s(link(1e-4, 1e9), 8, 1e6)[0] == pytest.approx(6e-4 + 2e-3)
 
 
-def test_one_worker_talks_to_nobody() -> None:
+def test_one_worker_needs_no_all_reduce() -> None:
     assert ring_s(link(1e-4, 1e9), 1, 1e6)[0] == tree_s(link(1e-4, 1e9), 1, 1e6)[0] == 0
 
 
@@ -49,12 +49,12 @@ def test_a_fit_recovers_latency_and_bandwidth(latency_s: float, bytes_per_s: flo
     found = fit_link(timings(latency_s, bytes_per_s, counts))
     assert found.latency_s == pytest.approx(latency_s, rel=1e-3)
     slowest = 2 * (1 << 24) / bytes_per_s
-    if slowest > 0.01 * latency_s:  # where bandwidth shows in no timing, none can be found
+    if slowest > 0.01 * latency_s:  # else bandwidth does not affect any timing and cannot be found
         assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-3)
     assert found.residual < 1e-3
 
 
-def test_a_fit_of_noisy_timings_says_how_far_it_is_off() -> None:
+def test_a_fit_of_noisy_timings_states_its_error() -> None:
     random = np.random.default_rng(0)
     noisy = [Timing(workers=t.workers, bytes=t.bytes, s=t.s * random.uniform(0.8, 1.2)) for t in timings(1e-4, 1e9, (2, 3, 4))]
     found = fit_link(noisy)
@@ -64,16 +64,16 @@ def test_a_fit_of_noisy_timings_says_how_far_it_is_off() -> None:
     assert found.latency_spread > 0.01
 
 
-def test_a_fit_says_by_what_factor_it_is_off_at_worst() -> None:
-    """Three sizes that lie on a line, and one that took three times as long."""
+def test_a_fit_states_its_worst_factor() -> None:
+    """Three sizes on a line, and one that took three times as long."""
     found = fit_link([*timings(1e-4, 1e9), Timing(workers=2, bytes=1 << 20, s=3 * (2e-4 + (1 << 20) / 1e9))], near=[4])
     assert 1.5 < found.worst <= 3
     assert found.residual < math.log(found.worst)
     assert fit_link(timings(1e-4, 1e9)).worst == pytest.approx(1, abs=1e-3)
 
 
-def test_sizes_near_those_that_are_averaged_count_for_more() -> None:
-    """A cable that lets small messages pass at ten times its rate, as buffers and token buckets do."""
+def test_sizes_near_those_of_the_buckets_weigh_more() -> None:
+    """A link that passes small messages at ten times its rate, as buffers and token buckets do."""
     sizes = (4, 1 << 18, 1 << 20, 1 << 22)
     bent = [Timing(workers=2, bytes=size, s=2e-4 + size / (1e9 if size < 1e6 else 1e8)) for size in sizes]
     anywhere, there = fit_link(bent), fit_link(bent, near=[1 << 22])
@@ -91,6 +91,6 @@ def test_neither_latency_nor_bandwidth_is_ever_negative() -> None:
 
 
 @pytest.mark.parametrize("few", [[], [Timing(workers=2, bytes=4, s=1e-4)], [Timing(workers=1, bytes=4, s=1e-4)] * 3])
-def test_too_few_timings_are_no_fit(few: list[Timing]) -> None:
+def test_too_few_timings_cannot_be_fitted(few: list[Timing]) -> None:
     with pytest.raises(ValueError, match="two sizes"):
         fit_link(few)

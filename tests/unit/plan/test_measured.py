@@ -6,7 +6,8 @@ import pytest
 
 from paceline.errors import RecordError
 from paceline.plan.fields import own_flags
-from paceline.plan.measured import PARTS, read_measured
+from paceline.plan.measured import read_measured
+from paceline.records import COMPONENTS
 
 Make = Callable[..., Path]
 
@@ -23,7 +24,7 @@ def test_a_record_of_scale(make_scale: Make) -> None:
     assert {timing.workers for timing in found.links} == {2}
 
 
-def test_parts_add_up_to_the_time_in_the_windows(make_scale: Make) -> None:
+def test_components_add_up_to_the_time_in_the_windows(make_scale: Make) -> None:
     """Timed steps may be slower than the others: only the windows say how fast training is."""
     found = read_measured(make_scale(counts=(1,), samples_per_s=2000.0))
     assert found.base.step_s == pytest.approx(0.064)
@@ -31,7 +32,7 @@ def test_parts_add_up_to_the_time_in_the_windows(make_scale: Make) -> None:
     assert found.base.backward_s == pytest.approx(0.02 * 0.064 / 0.034)
 
 
-def test_one_worker_waits_for_nobody(make_scale: Make) -> None:
+def test_one_worker_has_no_waiting_or_communication(make_scale: Make) -> None:
     odd = {"input": 0.0, "compute": 0.03, "communication": 0.002, "waiting": 0.001, "optimizer": 0.0, "other": 0.001}
     found = read_measured(make_scale(counts=(1,), components_s=odd))
     assert found.base.components_s["communication"] == found.base.components_s["waiting"] == 0
@@ -55,14 +56,14 @@ def test_samples_are_called_what_the_record_says(make_scale: Make, make_training
         assert read_measured(path).unit == unit
 
 
-def test_without_buckets_ddps_usual_ones_are_assumed_and_said(make_scale: Make) -> None:
+def test_without_buckets_ddps_usual_ones_are_assumed_and_listed(make_scale: Make) -> None:
     found = read_measured(make_scale(counts=(1,), gradient_bytes=100 << 20))
     assert [round(bucket.bytes / 2**20) for bucket in found.buckets] == [1, 25, 25, 25, 24]
     assert found.buckets[-1].ready == 1
     assert "DDP's usual buckets" in found.assumed[0]
 
 
-def test_a_training_record_will_do_and_says_what_it_assumes(make_training: Make) -> None:
+def test_a_training_record_works_and_lists_its_assumptions(make_training: Make) -> None:
     found = read_measured(make_training(noise=[100.0, 200.0, 300.0]))
     assert found.base.samples_per_s == pytest.approx(128 / 0.034)
     assert found.gradient_bytes == 4_000_000
@@ -111,8 +112,8 @@ def test_a_broken_record_is_one_line(make_training: Make, spoil: Callable[[Path]
         ("samples_per_s", 0, "samples_per_s is 0: it must be a number above 0"),
         ("buckets", [{"bytes": "many", "ready": 1}], "bytes is 'many'"),
         ("components_s", {}, "no 'input'"),
-        ("components_s", 5, "it does not hold what a record does"),
-        ("components_s", dict.fromkeys(PARTS, 0), "components_s are all 0"),
+        ("components_s", 5, "it does not have the format of a record"),
+        ("components_s", dict.fromkeys(COMPONENTS, 0), "components_s are all 0"),
         ("contract", {"epochs": 5, "steps_per_epoch": 0, "global_batch": 128}, "steps_per_epoch is 0"),
         ("contract", {"epochs": 5, "steps_per_epoch": 47, "global_batch": 128, "train_samples": -5}, "train_samples is -5"),
     ],
@@ -134,7 +135,7 @@ def test_foreign_fields_of_a_run_are_one_line(make_training: Make, field: str, v
         read_measured(make_training(**{field: value}))
 
 
-def test_json_without_end_is_not_valid(make_scale: Make, make_training: Make) -> None:
+def test_deeply_nested_json_is_not_valid(make_scale: Make, make_training: Make) -> None:
     folder = make_scale()
     (folder / "scale.json").write_text("[" * 200_000)
     with pytest.raises(RecordError, match="is not valid JSON"):
@@ -145,10 +146,10 @@ def test_json_without_end_is_not_valid(make_scale: Make, make_training: Make) ->
         read_measured(run)
 
 
-def test_no_counts_are_said_in_words(make_scale: Make) -> None:
+def test_a_record_without_worker_counts_says_so(make_scale: Make) -> None:
     folder = make_scale()
     (folder / "scale.json").write_text('{"counts": []}')
-    with pytest.raises(RecordError, match="incomplete \\(it measured no counts\\)"):
+    with pytest.raises(RecordError, match="incomplete \\(it measured no worker counts\\)"):
         read_measured(folder)
 
 
@@ -162,7 +163,7 @@ def test_the_task_is_as_a_command_line_takes_it(make_scale: Make, make_training:
         read_measured(folder)
 
 
-def test_an_all_reduce_went_over_the_nodes_of_its_count(make_scale: Make) -> None:
+def test_an_all_reduce_used_the_nodes_of_its_count(make_scale: Make) -> None:
     found = read_measured(make_scale(counts=(1, 2, 4), on_node=2))
     assert {(each.workers, each.nodes, each.on_node) for each in found.links} == {(2, 1, 2), (4, 2, 2)}
 
@@ -205,7 +206,7 @@ def test_own_flags_name_a_model_that_is_not_the_default(contract: object, flags:
     assert own_flags(contract) == flags
 
 
-def test_numbers_without_end_are_no_measurement(make_scale: Make) -> None:
+def test_infinite_numbers_are_refused(make_scale: Make) -> None:
     for value in (10**400, 1e300):
         with pytest.raises(RecordError, match=r"samples_per_s is .*: it must be a number above 0"):
             read_measured(make_scale(samples_per_s=value))

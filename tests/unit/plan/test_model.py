@@ -1,4 +1,4 @@
-"""The model against numbers worked out by hand, and what must hold for all of them."""
+"""The model compared with numbers worked out by hand, and properties that always hold."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,8 +20,8 @@ from paceline.plan.model import Mode, Model, all_reduce_s, make_model
 OWN = {"input": 0.001, "compute": 0.03, "communication": 0.0, "waiting": 0.0, "optimizer": 0.002, "other": 0.001}
 
 
-def point(workers: int = 1, *, spread: float = 0.0, samples: int = 128, **parts: float) -> Point:
-    found = {**OWN, **parts}
+def point(workers: int = 1, *, spread: float = 0.0, samples: int = 128, **components: float) -> Point:
+    found = {**OWN, **components}
     return Point(
         workers=workers,
         nodes=1,
@@ -63,7 +63,7 @@ def wire(latency_s: float, bytes_per_s: float) -> Wire:
 
 
 def boxes(latency_s: float = 0.0, bytes_per_s: float = 1e9, **change: Any) -> Cluster:
-    """One worker a node, rings only."""
+    """One worker per node, rings only."""
     made = Cluster(name="made", workers_per_node=1, trees=False, inter=wire(latency_s, bytes_per_s))
     return replace(made, **change)
 
@@ -72,37 +72,37 @@ def model(found: Measured, cluster: Cluster, mode: Mode = "weak", speed: float =
     return make_model(found, cluster, draw(found, cluster, None), mode=mode, speed=speed)
 
 
-def parts(found: Measured, cluster: Cluster, workers: int, mode: Mode = "weak", speed: float = 1.0) -> dict[str, float]:
+def components(found: Measured, cluster: Cluster, workers: int, mode: Mode = "weak", speed: float = 1.0) -> dict[str, float]:
     return {name: float(part[0]) for name, part in model(found, cluster, mode, speed).step(workers).components_s.items()}
 
 
 def test_two_workers_one_bucket_and_no_overlap_by_hand() -> None:
     """1 MB over 1 GB/s and 2 x 100 us, after the backward pass."""
-    assert parts(measured(), boxes(1e-4), 2)["communication"] == pytest.approx(1.2e-3)
+    assert components(measured(), boxes(1e-4), 2)["communication"] == pytest.approx(1.2e-3)
     step = model(measured(), boxes(1e-4)).step(2)
     assert step.step_s[0] == pytest.approx(0.034 + 1.2e-3)
     assert step.samples_per_s[0] == pytest.approx(256 / 0.0352)
 
 
 def test_what_fits_behind_the_backward_pass_is_hidden() -> None:
-    """The bucket is ready half way through 20 ms: 1.2 ms have room."""
-    assert parts(measured(buckets=((1e6, 0.5),)), boxes(1e-4), 2)["communication"] == 0
+    """The bucket is ready halfway through 20 ms, so 1.2 ms fit."""
+    assert components(measured(buckets=((1e6, 0.5),)), boxes(1e-4), 2)["communication"] == 0
 
 
 def test_a_bucket_waits_for_the_one_before() -> None:
     """Two buckets of 15 MB, 15 ms each: the first from 2 to 17 ms, the second to 32, 12 after the backward pass."""
     found = measured(buckets=((15e6, 0.1), (15e6, 0.5)))
-    assert parts(found, boxes(), 2)["communication"] == pytest.approx(0.012)
+    assert components(found, boxes(), 2)["communication"] == pytest.approx(0.012)
 
 
 def test_latency_alone_grows_with_the_ring() -> None:
     found, cluster = measured(buckets=((4, 1.0),)), boxes(1e-4, 1e15)
-    assert parts(found, cluster, 64)["communication"] == pytest.approx(126e-4)
-    assert parts(found, replace(cluster, trees=True), 64)["communication"] == pytest.approx(12e-4)
+    assert components(found, cluster, 64)["communication"] == pytest.approx(126e-4)
+    assert components(found, replace(cluster, trees=True), 64)["communication"] == pytest.approx(12e-4)
 
 
 def test_trees_are_between_nodes_only() -> None:
-    """Within a node NCCL's tree is a chain: 8 workers take 14 latencies; 8 nodes 6 more, of the network."""
+    """Within a node NCCL's tree is a chain: 8 workers take 14 latencies; 8 nodes take 6 more network latencies."""
     cluster = Cluster(name="made", workers_per_node=8, intra=wire(1e-6, 1e15), inter=wire(1e-5, 1e15))
     draws = draw(measured(), cluster, None)
     assert all_reduce_s(cluster, draws, 8, 4)[0] == pytest.approx(14e-6)
@@ -111,7 +111,7 @@ def test_trees_are_between_nodes_only() -> None:
 
 
 def test_two_nodes_of_two_by_hand() -> None:
-    """In the node 2 (g - 1) / g bytes at 10 GB/s, between nodes 2 (m - 1) / m at 1 GB/s: 0.1 + 1 ms, and latencies."""
+    """Within the node 2 (g - 1) / g bytes at 10 GB/s, between nodes 2 (m - 1) / m at 1 GB/s: 0.1 + 1 ms, plus latencies."""
     cluster = Cluster(name="made", workers_per_node=2, trees=False, intra=wire(1e-6, 1e10), inter=wire(1e-5, 1e9))
     draws = draw(measured(), cluster, None)
     assert all_reduce_s(cluster, draws, 4, 1e6)[0] == pytest.approx(1e-4 + 2e-6 + 1e-3 + 2e-5)
@@ -121,13 +121,13 @@ def test_two_nodes_of_two_by_hand() -> None:
 
 def test_waiting_is_for_the_slowest_of_all() -> None:
     found = measured(point(spread=0.002))
-    assert parts(found, boxes(), 4)["waiting"] == pytest.approx(0.002 * expected_lag(4))
-    assert parts(found, boxes(), 1)["waiting"] == 0
+    assert components(found, boxes(), 4)["waiting"] == pytest.approx(0.002 * expected_lag(4))
+    assert components(found, boxes(), 1)["waiting"] == 0
 
 
-def test_what_workers_waited_counts_for_more_than_the_spread_of_one() -> None:
+def test_measured_waiting_is_preferred_to_the_spread_of_one_worker() -> None:
     found = measured(point(spread=0.002), point(2, waiting=0.0005))
-    assert parts(found, boxes(), 2)["waiting"] == pytest.approx(0.0005)
+    assert components(found, boxes(), 2)["waiting"] == pytest.approx(0.0005)
 
 
 @pytest.mark.parametrize(("workers", "slots", "times"), [(1, 2, 1), (2, 2, 1), (3, 2, 1.5), (4, 2, 2), (5, None, 1)])
@@ -137,51 +137,51 @@ def test_workers_share_cores_fairly(workers: int, slots: int | None, times: floa
 
 def test_workers_beyond_the_cores_slow_down() -> None:
     cluster = Cluster(name="made", workers_per_node=8, cores_per_node=2, trees=False, intra=wire(0, 1e15))
-    assert parts(measured(), cluster, 4)["compute"] == pytest.approx(0.06)
-    assert parts(measured(), cluster, 3)["compute"] == pytest.approx(0.045)
-    assert parts(measured(), replace(cluster, cores_per_node=8), 4)["compute"] == pytest.approx(0.03)
+    assert components(measured(), cluster, 4)["compute"] == pytest.approx(0.06)
+    assert components(measured(), cluster, 3)["compute"] == pytest.approx(0.045)
+    assert components(measured(), replace(cluster, cores_per_node=8), 4)["compute"] == pytest.approx(0.03)
 
 
-def test_workers_that_were_crowded_when_measured_are_not_crowded_twice() -> None:
-    """Four workers took turns on two cores, 60 ms each: so do four there, and eight take 120 ms; with cores enough, 30."""
+def test_sharing_cores_in_the_measurement_is_not_counted_twice() -> None:
+    """Four workers shared two cores, 60 ms each. Four there do the same, eight take 120 ms; with enough cores, 30."""
     found = measured(point(), point(4, compute=0.06), buckets=(), cores=2)
     cluster = Cluster(name="made", workers_per_node=8, cores_per_node=2, trees=False, intra=wire(0, 1e15))
     for there in (cluster, replace(cluster, here=True)):
-        assert parts(found, there, 4)["compute"] == pytest.approx(0.06)
-        assert parts(found, there, 8)["compute"] == pytest.approx(0.12)
-    assert parts(found, replace(cluster, cores_per_node=8), 4)["compute"] == pytest.approx(0.03)
-    assert parts(found, replace(cluster, cores_per_node=None), 4)["compute"] == pytest.approx(0.03)
+        assert components(found, there, 4)["compute"] == pytest.approx(0.06)
+        assert components(found, there, 8)["compute"] == pytest.approx(0.12)
+    assert components(found, replace(cluster, cores_per_node=8), 4)["compute"] == pytest.approx(0.03)
+    assert components(found, replace(cluster, cores_per_node=None), 4)["compute"] == pytest.approx(0.03)
 
 
-def test_a_share_of_one_workers_step_was_never_crowded() -> None:
-    """Strong scaling starts from one worker's step, however crowded the others were that were measured."""
+def test_strong_scaling_starts_from_a_worker_that_shared_no_cores() -> None:
+    """Strong scaling starts from one worker's step, however many workers shared cores in the other counts."""
     found = measured(point(), point(4, compute=0.06), buckets=(), cores=2)
     cluster = Cluster(name="made", workers_per_node=8, cores_per_node=2, trees=False, intra=wire(0, 1e15))
-    assert parts(found, cluster, 4, "strong")["compute"] == pytest.approx(0.03 / 4 * 2)
+    assert components(found, cluster, 4, "strong")["compute"] == pytest.approx(0.03 / 4 * 2)
 
 
 def test_nodes_that_are_one_machine_share_its_cores() -> None:
     found = measured(point(), replace(point(2), nodes=2), buckets=(), cores=2)
     apart = boxes(cores_per_node=2, here=True)
-    assert parts(found, apart, 4)["compute"] == pytest.approx(0.03)
-    assert parts(found, replace(apart, one_machine=True), 4)["compute"] == pytest.approx(0.06)
-    assert parts(found, replace(apart, one_machine=True, here=False), 4)["compute"] == pytest.approx(0.06)
+    assert components(found, apart, 4)["compute"] == pytest.approx(0.03)
+    assert components(found, replace(apart, one_machine=True), 4)["compute"] == pytest.approx(0.06)
+    assert components(found, replace(apart, one_machine=True, here=False), 4)["compute"] == pytest.approx(0.06)
 
 
-def test_nodes_of_one_core_are_no_faster_for_being_several() -> None:
+def test_several_nodes_of_one_core_are_not_faster() -> None:
     found = measured(point(), replace(point(2), nodes=2), buckets=(), cores=1)
-    assert parts(found, boxes(cores_per_node=1, here=True), 4)["compute"] == pytest.approx(0.03)
+    assert components(found, boxes(cores_per_node=1, here=True), 4)["compute"] == pytest.approx(0.03)
 
 
-def test_how_unevenly_workers_compute_is_in_the_bars() -> None:
+def test_the_spread_of_compute_is_in_the_error_bars() -> None:
     found = replace(measured(replace(point(spread=0.01), spread=0.0), buckets=()))
     waiting = model(found, boxes()).step(16).components_s["waiting"]
     assert waiting[1:].max() == pytest.approx(1.5 * waiting[0], rel=0.02)
     assert waiting[1:].min() == pytest.approx(waiting[0] / 1.5, rel=0.02)
 
 
-def test_how_well_a_fit_is_known_is_in_the_bars() -> None:
-    """Neither speed nor link vary: what is left is the fit's own residual, 10% on every all-reduce."""
+def test_the_uncertainty_of_a_fit_is_in_the_error_bars() -> None:
+    """Speed and link do not vary, which leaves the residual of the fit: 10% on every all-reduce."""
     found = measured(replace(point(), spread=0.0))
     sure, loose = (replace(boxes(1e-4), inter=replace(wire(1e-4, 1e9), level=level)) for level in (0.0, 0.1))
     assert np.ptp(model(found, sure).step(4).reduce_s) == 0
@@ -200,76 +200,76 @@ def test_a_factor_on_all_reduces_that_hits_the_limit_says_so() -> None:
 
 def test_a_link_carried_by_cores_slows_down_with_them() -> None:
     cluster = Cluster(name="made", workers_per_node=8, trees=False, intra=wire(0, 1e9))
-    free, shared = (parts(measured(), each, 4)["communication"] for each in (cluster, replace(cluster, link_cores=2)))
+    free, shared = (components(measured(), each, 4)["communication"] for each in (cluster, replace(cluster, link_cores=2)))
     assert shared == pytest.approx(2 * free)
     between = Cluster(name="made", workers_per_node=4, trees=False, intra=wire(0, 1e15), inter=wire(0, 1e9))
-    free, shared = (parts(measured(), each, 8)["communication"] for each in (between, replace(between, link_cores=2)))
+    free, shared = (components(measured(), each, 8)["communication"] for each in (between, replace(between, link_cores=2)))
     assert shared == pytest.approx(free, rel=1e-4), "the network is no core's"
 
 
-def test_a_faster_device_divides_what_a_worker_does_alone() -> None:
-    slow, fast = (parts(measured(), boxes(), 2, speed=speed) for speed in (1.0, 2.0))
+def test_a_faster_device_divides_a_workers_own_time() -> None:
+    slow, fast = (components(measured(), boxes(), 2, speed=speed) for speed in (1.0, 2.0))
     assert fast["compute"] == pytest.approx(slow["compute"] / 2)
     assert fast["communication"] == pytest.approx(slow["communication"])
 
 
-def test_strong_scaling_shares_out_the_samples_and_keeps_the_rest() -> None:
-    found = parts(measured(buckets=()), boxes(), 4, "strong")
+def test_strong_scaling_divides_the_samples_and_keeps_the_rest() -> None:
+    found = components(measured(buckets=()), boxes(), 4, "strong")
     assert found["compute"] == pytest.approx(0.03 / 4)
     assert found["input"] == pytest.approx(0.001 / 4)
     assert (found["optimizer"], found["other"]) == (pytest.approx(0.002), pytest.approx(0.001))
 
 
-def test_counts_that_shared_cores_are_not_crowded_twice_in_strong_scaling() -> None:
-    """Two cores: 100, 50 and 50 ms at 1, 2 and 4 workers. A quarter of the batch is 25 ms, twice that for taking turns."""
+def test_shared_cores_are_not_counted_twice_in_strong_scaling() -> None:
+    """Two cores: 100, 50 and 50 ms with 1, 2 and 4 workers. A quarter of the batch takes 25 ms, twice that on shared cores."""
     found = measured(
         point(compute=0.1), point(2, samples=64, compute=0.05), point(4, samples=32, compute=0.05), buckets=(), cores=2
     )
     cluster = Cluster(name="made", workers_per_node=64, cores_per_node=2, trees=False, intra=wire(0, 1e15))
     for there in (cluster, replace(cluster, here=True)):
-        predicted = [parts(found, there, workers, "strong")["compute"] for workers in (1, 2, 4, 8)]
+        predicted = [components(found, there, workers, "strong")["compute"] for workers in (1, 2, 4, 8)]
         assert predicted == pytest.approx([0.1, 0.05, 0.05, 0.05])
     apart = boxes(cores_per_node=2)
-    assert parts(found, apart, 4, "strong")["compute"] == pytest.approx(0.025), "on nodes of their own nobody takes turns"
+    assert components(found, apart, 4, "strong")["compute"] == pytest.approx(0.025), "on nodes of their own nobody takes turns"
 
 
-def test_a_base_that_was_crowded_is_freed_on_nodes_with_cores_enough() -> None:
-    """Four workers took turns on two cores, 60 ms each: alone on a node, one takes 30."""
+def test_a_base_that_shared_cores_is_faster_on_nodes_with_enough_cores() -> None:
+    """Four workers shared two cores, 60 ms each. Alone on a node, one takes 30."""
     found = measured(point(4, compute=0.06), buckets=(), cores=2)
     modes: tuple[Mode, ...] = ("weak", "strong")
     for mode in modes:
-        assert parts(found, boxes(cores_per_node=2), 4, mode)["compute"] == pytest.approx(0.03), mode
+        assert components(found, boxes(cores_per_node=2), 4, mode)["compute"] == pytest.approx(0.03), mode
 
 
-def test_the_slowest_worker_of_a_fixed_batch_has_the_larger_part() -> None:
+def test_the_slowest_worker_of_a_fixed_batch_has_the_larger_share() -> None:
     """128 samples: of 3 workers one has 43, of 100 some have 2."""
     for workers, samples in ((3, 43), (100, 2), (128, 1)):
-        found = parts(measured(buckets=()), boxes(), workers, "strong")
+        found = components(measured(buckets=()), boxes(), workers, "strong")
         assert found["compute"] == pytest.approx(0.03 * samples / 128)
         assert found["input"] == pytest.approx(0.001 * samples / 128)
     uneven = measured(replace(point(3, samples=43), global_batch=128), buckets=())
-    assert parts(uneven, boxes(), 3, "strong")["compute"] == pytest.approx(0.03), "as it was measured"
+    assert components(uneven, boxes(), 3, "strong")["compute"] == pytest.approx(0.03), "as it was measured"
     line = measured(point(compute=0.128), replace(point(3, samples=43, compute=0.043), global_batch=128), buckets=())
-    assert parts(line, boxes(), 3, "strong")["compute"] == pytest.approx(0.043)
+    assert components(line, boxes(), 3, "strong")["compute"] == pytest.approx(0.043)
 
 
-def test_strong_scaling_ends_at_a_floor_where_one_was_measured() -> None:
-    """20 ms for 128 samples and 12 for 64: 4 ms are there whatever the samples."""
+def test_strong_scaling_ends_at_the_measured_floor() -> None:
+    """20 ms for 128 samples and 12 for 64: 4 ms do not depend on the samples."""
     found = measured(point(compute=0.02), point(2, samples=64, compute=0.012), buckets=())
-    assert parts(found, boxes(), 1, "strong")["compute"] == pytest.approx(0.02)
-    assert parts(found, boxes(), 128, "strong")["compute"] == pytest.approx(0.004 + 0.016 / 128)
+    assert components(found, boxes(), 1, "strong")["compute"] == pytest.approx(0.02)
+    assert components(found, boxes(), 128, "strong")["compute"] == pytest.approx(0.004 + 0.016 / 128)
 
 
-def test_between_measured_counts_a_worker_slows_down_by_degrees() -> None:
+def test_a_worker_is_interpolated_between_measured_counts() -> None:
     found = measured(point(), point(4, compute=0.06), buckets=())
     here = replace(boxes(), here=True)
-    assert parts(found, here, 1)["compute"] == pytest.approx(0.03)
-    assert parts(found, here, 2)["compute"] == pytest.approx(0.04)
-    assert parts(found, here, 64)["compute"] == pytest.approx(0.06)
+    assert components(found, here, 1)["compute"] == pytest.approx(0.03)
+    assert components(found, here, 2)["compute"] == pytest.approx(0.04)
+    assert components(found, here, 64)["compute"] == pytest.approx(0.06)
 
 
-def test_the_machine_that_was_measured_meets_its_own_measurements(make_scale: Callable[..., Path]) -> None:
-    """Also where all-reduces in training took twice as long as by themselves."""
+def test_the_machine_of_the_record_reproduces_its_measurements(make_scale: Callable[..., Path]) -> None:
+    """Also if all-reduces took twice as long in training as without."""
     folder = make_scale(counts=(1, 2), ready=(0.5, 1.0))
     found = read_measured(folder)
     slower = replace(found.points[1], components_s={**found.points[1].components_s, "communication": 0.009})
@@ -316,7 +316,7 @@ def test_one_worker_is_as_fast_as_it_was_measured(compute: float, optimizer: flo
     assert step.samples_per_s[0] == pytest.approx(found.samples_per_s)
 
 
-def test_the_parts_add_up_and_the_bars_hold_the_prediction() -> None:
+def test_the_components_add_up_and_the_bars_include_the_prediction() -> None:
     loose = replace(boxes(), inter=Wire(latency_s=exactly(1e-4), bytes_per_s=Range(typical=1e9, low=5e8, high=1.2e9)))
     predicted = model(measured(point(spread=0.001)), loose).step(16)
     assert predicted.step_s[0] == pytest.approx(sum(part[0] for part in predicted.components_s.values()))

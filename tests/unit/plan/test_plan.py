@@ -25,7 +25,7 @@ def test_the_verb_shows_a_table_and_what_it_means(make_scale: Make, capsys: pyte
     assert "4,096" in said
     assert "Returns " in said
     assert "USD" in said
-    assert "What accuracy such batches reach is not known: paceline rehearse" in said
+    assert "The accuracy at these batches is unknown: paceline rehearse" in said
     written = json.loads(out.read_text())
     assert [each["workers"] for each in written["rows"]] == [1 << i for i in range(13)]
     assert all(each["low"] <= each["samples_per_s"] <= each["high"] for each in written["rows"])
@@ -44,14 +44,14 @@ def test_time_without_a_noise_scale_is_for_the_same_epochs(make_scale: Make) -> 
     assert four["time_s"] == 60 * four["step_s"]
 
 
-def test_time_with_a_noise_scale_follows_the_trade(make_scale: Make) -> None:
+def test_time_with_a_noise_scale_follows_the_tradeoff(make_scale: Make) -> None:
     found = row(make_scale(), 8, noise="1024")
     assert found["steps"] == pytest.approx(235 * (1 + 1024 / 1024) / (1 + 1024 / 128), abs=1)
     assert found["steps"] == 53  # 52.2
     assert found["time_s"] == 53 * found["step_s"]
 
 
-def test_times_end_where_a_step_would_take_the_training_set(make_scale: Make) -> None:
+def test_times_end_where_a_step_would_need_the_training_set(make_scale: Make) -> None:
     plan = make_plan(Request(record=str(make_scale(bytes_per_s=1e12)), cluster="dgx-h100"))
     assert [each["workers"] for each in plan.rows] == [1 << i for i in range(13)], "speeds are told up to 4,096 workers"
     timed = [each for each in plan.rows if "time_s" in each]
@@ -59,11 +59,11 @@ def test_times_end_where_a_step_would_take_the_training_set(make_scale: Make) ->
     assert [each["steps"] for each in timed] == [235, 120, 60, 30, 15, 10]
     assert all(each["time_s"] == each["steps"] * each["step_s"] for each in timed)
     said = conclude(plan)
-    assert "No steps and no time for 64 workers and more: a step would take more than the 6,000 training images." in said
+    assert "No time is predicted for 64 workers and more: a step would need more than the 6,000 training images." in said
 
 
 def test_the_training_set_may_be_what_stops_returns(make_scale: Make) -> None:
-    """Two batches an epoch and no more: beyond, there is nothing to share out."""
+    """An epoch has only two batches: beyond that there is nothing to divide."""
     few = {"epochs": 5, "steps_per_epoch": 8, "global_batch": 128, "train_samples": 1024}
     plan = make_plan(Request(record=str(make_scale(contract=few)), cluster="dgx-h100"))
     assert (plan.returns.stop_at, plan.returns.bound) == (8, "data")
@@ -85,7 +85,7 @@ def test_a_count_beyond_the_training_set_has_a_speed_and_no_time(make_scale: Mak
     assert not {"time_s", "steps", "cost"} & {*plan.rows[1], *plan.rows[2]}
     assert plan.rows[2]["samples_per_s"] > plan.rows[0]["samples_per_s"]
     assert table(plan).splitlines()[2].split()[-4:] == ["-"] * 4
-    assert "No steps and no time for 64 workers and more: a step would take more than the 6,000 training images." in conclude(
+    assert "No time is predicted for 64 workers and more: a step would need more than the 6,000 training images." in conclude(
         plan
     )
 
@@ -96,7 +96,7 @@ def test_strong_scaling_ends_with_the_samples_of_its_batch(make_scale: Make) -> 
     assert plan.returns.most == 128
 
 
-def test_a_crowd_on_the_cores_is_to_blame_in_strong_scaling_too(make_scale: Make, tmp_path: Path) -> None:
+def test_shared_cores_are_the_reason_in_strong_scaling_too(make_scale: Make, tmp_path: Path) -> None:
     file = tmp_path / "few.toml"
     link = "intra = {latency_us = 0.001, bandwidth_GBps = 10000}"
     file.write_text(f'name = "few"\nworkers_per_node = 64\ncores_per_node = 2\n{link}\n')
@@ -110,8 +110,8 @@ def test_a_crowd_on_the_cores_is_to_blame_in_strong_scaling_too(make_scale: Make
 CPU = {"devices": "1 CPU worker, 1 thread (2 cores, no GPU)", "backend": "gloo"}
 
 
-def test_cores_may_be_told(make_scale: Make) -> None:
-    """As measured, four workers take turns on two cores; told none, they do not; told two, nodes share them as well."""
+def test_cores_can_be_given(make_scale: Make) -> None:
+    """As measured, four workers share two cores; with `none` they do not; with 2, all nodes share two cores."""
     one, apart = make_scale("one", contract=CPU), make_scale("apart", contract=CPU, on_node=1)
     for record, cores, compute in (
         *(
@@ -119,7 +119,7 @@ def test_cores_may_be_told(make_scale: Make) -> None:
             (one, "none", 0.03),
             (one, "4", 0.03),
             (one, "1", 0.06),
-        ),  # two were measured on that one, not slower
+        ),  # two workers were measured on that machine and were not slower
         *((apart, "", 0.03), (apart, "none", 0.03), (apart, "2", 0.06)),
     ):
         found = row(record, 4, cluster="here", cores=cores)
@@ -127,36 +127,36 @@ def test_cores_may_be_told(make_scale: Make) -> None:
     assert row(one, 4, cores="2")["components_s"]["compute"] == pytest.approx(0.06)
 
 
-def test_told_that_workers_share_none_cores_still_carry_the_link(make_scale: Make) -> None:
+def test_workers_that_share_no_cores_still_use_them_for_the_link(make_scale: Make) -> None:
     plan = make_plan(Request(record=str(make_scale(contract=CPU)), cluster="here", cores="none"))
     assert (plan.model.cluster.cores_per_node, plan.model.cluster.link_cores) == (None, 2)
-    assert any("each worker has a device of its own" in line for line in introduce(plan))
+    assert any("each worker has its own device" in line for line in introduce(plan))
 
 
-def test_counts_on_nodes_of_their_own_are_predicted_over_the_network(make_scale: Make) -> None:
+def test_one_worker_per_node_is_predicted_over_the_network(make_scale: Make) -> None:
     plan = make_plan(Request(record=str(make_scale(on_node=1)), cluster="here", workers="4"))
     assert plan.rows[0]["nodes"] == 4
     assert plan.model.cluster.intra is None
 
 
-def test_a_target_may_be_given_where_the_record_has_no_run(make_scale: Make) -> None:
+def test_a_target_can_be_given_if_the_record_has_no_run(make_scale: Make) -> None:
     record = make_scale(contract={})
     assert "time_s" not in row(record, 2)
     assert row(record, 1, target_steps=1000)["time_s"] == pytest.approx(34)
     assert row(record, 2, target_steps=1000)["steps"] == 500
 
 
-def test_a_factor_at_its_limit_is_no_finding(make_scale: Make) -> None:
+def test_a_factor_at_its_limit_is_not_trusted(make_scale: Make) -> None:
     slow = {"input": 0.0, "compute": 0.03, "communication": 3.0, "waiting": 0.0, "optimizer": 0.0, "other": 0.0}
     folder = make_scale()
     found = json.loads((folder / "scale.json").read_text())
     found["counts"][1] |= {"components_s": slow, "samples_per_s": 256 / 3.03, "windows": []}
     (folder / "scale.json").write_text(json.dumps(found))
     said = conclude(make_plan(Request(record=str(folder), cluster="here")))
-    assert any("take 20.00 times" in line and "the limit of what the model allows for" in line for line in said)
+    assert any("take 20.00 times" in line and "the limit of the model" in line for line in said)
 
 
-def test_the_steps_to_a_target_may_be_given(make_scale: Make) -> None:
+def test_the_steps_to_a_target_can_be_given(make_scale: Make) -> None:
     assert row(make_scale(), 1, target_steps=1000)["time_s"] == pytest.approx(34)
 
 
@@ -200,14 +200,14 @@ def test_why_returns_stop(make_scale: Make, tmp_path: Path, link: str, bound: st
     assert f"({bound}-bound)" in conclude(plan)[0]
 
 
-def test_returns_that_do_not_stop_are_said_not_to(make_scale: Make) -> None:
+def test_returns_that_do_not_stop_are_reported(make_scale: Make) -> None:
     plan = make_plan(Request(record=str(make_scale()), cluster="h200-node"))
     assert plan.returns.stop_at is None
-    assert "do not stop up to 8 workers" in conclude(plan)[0]
+    assert "continue up to 8 workers" in conclude(plan)[0]
 
 
 def test_a_first_doubling_that_pays_for_the_network_is_not_the_end(make_scale: Make, tmp_path: Path) -> None:
-    """Two workers are hardly faster than one here, but sixteen are eight times as fast as two."""
+    """Here two workers are hardly faster than one, but sixteen are eight times as fast as two."""
     file = tmp_path / "slow.toml"
     file.write_text('name = "slow"\nworkers_per_node = 1\ninter = {latency_us = 1, bandwidth_GBps = 0.12}\n')
     plan = make_plan(Request(record=str(make_scale()), cluster=str(file)))
@@ -220,19 +220,19 @@ def test_a_first_doubling_that_pays_for_the_network_is_not_the_end(make_scale: M
 SIX = 'name = "six"\nworkers_per_node = 6\nintra = {latency_us = 1, bandwidth_GBps = 1000}\n'
 
 
-def test_a_node_of_six_is_looked_at_to_its_last_place(make_scale: Make, tmp_path: Path) -> None:
+def test_a_node_of_six_is_predicted_up_to_six_workers(make_scale: Make, tmp_path: Path) -> None:
     file = tmp_path / "six.toml"
     file.write_text(SIX)
     plan = make_plan(Request(record=str(make_scale()), cluster=str(file)))
     assert [each["workers"] for each in plan.rows] == [1, 2, 4, 6]
     assert (plan.returns.stop_at, plan.returns.looked) == (None, (1, 2, 4, 6))
     saved = 1 - plan.rows[3]["time_s"] / plan.rows[2]["time_s"]
-    said = f"Returns do not stop up to 6 workers: the last step, from 4 on, still saves {saved:.0%} of the time."
+    said = f"Returns continue up to 6 workers: the last increase, from 4 to 6, still saves {saved:.0%} of the time."
     assert said in conclude(plan)[0]
 
 
-def test_a_last_step_that_is_no_doubling_need_not_save_as_much(make_scale: Make, tmp_path: Path) -> None:
-    """From four workers to five a fifth of the time is all there is to save, and a little less is no end of returns."""
+def test_a_last_increase_below_a_doubling_need_not_save_as_much(make_scale: Make, tmp_path: Path) -> None:
+    """From four workers to five, at most a fifth of the time can be saved; a little less does not end returns."""
     file = tmp_path / "five.toml"
     file.write_text(SIX.replace("6", "5"))
     plan = make_plan(Request(record=str(make_scale()), cluster=str(file)))
@@ -240,8 +240,8 @@ def test_a_last_step_that_is_no_doubling_need_not_save_as_much(make_scale: Make,
     assert (plan.returns.stop_at, plan.returns.most) == (None, 5)
 
 
-def test_a_last_step_that_is_no_doubling_is_called_by_its_count(make_scale: Make, tmp_path: Path) -> None:
-    """Four cores: six workers are as slow as they are many, and that they are not twice four is no excuse."""
+def test_a_last_increase_below_a_doubling_is_named_by_its_count(make_scale: Make, tmp_path: Path) -> None:
+    """On four cores, six workers are slower in proportion, although they are not twice four."""
     file = tmp_path / "six.toml"
     file.write_text(SIX + "cores_per_node = 4\n")
     plan = make_plan(Request(record=str(make_scale()), cluster=str(file), noise="1e9"))
@@ -249,27 +249,27 @@ def test_a_last_step_that_is_no_doubling_is_called_by_its_count(make_scale: Make
     assert "Returns stop at 4 workers: 6 workers save" in conclude(plan)[0]
 
 
-def test_where_only_the_data_ends_nothing_is_said_to_be_saved(make_scale: Make) -> None:
+def test_if_only_the_data_is_the_limit_no_saving_is_stated(make_scale: Make) -> None:
     plan = make_plan(Request(record=str(make_scale(bytes_per_s=1e12)), cluster="dgx-h100", speed=1e-3))
     assert (plan.returns.stop_at, plan.returns.saved, plan.returns.bound) == (32, None, "data")
     said = conclude(plan)[0]
-    assert said.startswith("Returns stop at 32 workers: a step of twice as many would need more than the training set (data")
+    assert said.startswith("Returns stop at 32 workers: with twice as many, a step would need more than the training set (data")
     assert "saves" not in said
 
 
-def test_a_fixed_batch_owes_its_steps_to_no_noise_scale(make_scale: Make) -> None:
+def test_a_fixed_batch_does_not_use_the_noise_scale(make_scale: Make) -> None:
     said = " ".join(conclude(make_plan(Request(record=str(make_scale()), cluster="dgx-h100", mode="strong", noise="900"))))
-    assert "a fixed global batch takes the same steps on any number of workers" in said
+    assert "a fixed global batch needs the same steps with any number of workers" in said
     assert "noise scale of" not in said
 
 
-def test_a_run_that_was_only_planned_came_to_nothing(make_scale: Make) -> None:
+def test_a_run_that_was_not_trained_has_no_accuracy(make_scale: Make) -> None:
     said = " ".join(conclude(make_plan(Request(record=str(make_scale()), cluster="dgx-h100", noise="900"))))
-    assert "Time is for as much progress as in 5 epochs at a global batch of 128 (its contract); steps follow" in said
+    assert "Time is for the same progress as 5 epochs at a global batch of 128 (its contract). The steps follow" in said
     assert "came to" not in said
 
 
-def test_what_was_measured_is_said_in_words(make_scale: Make, tmp_path: Path) -> None:
+def test_the_introduction_names_what_was_measured(make_scale: Make, tmp_path: Path) -> None:
     file = tmp_path / "six.toml"
     file.write_text(SIX)
     for counts, words in (((1,), "1 worker,"), ((2,), "2 workers,"), ((1, 2, 3), "1, 2 and 3 workers,")):
@@ -282,7 +282,7 @@ def test_what_was_measured_is_said_in_words(make_scale: Make, tmp_path: Path) ->
 def test_json_holds_no_nan(make_scale: Make, tmp_path: Path) -> None:
     plan = make_plan(Request(record=str(make_scale()), cluster="gigabit-lab", workers="2"))
     plan.rows[0]["step_s"] = float("nan")
-    with pytest.raises(UsageError, match=r"cannot write --json .*: a prediction is no finite number"):
+    with pytest.raises(UsageError, match=r"cannot write --json .*: a predicted number is not finite"):
         write_json(plan, tmp_path / "plan.json")
     assert not (tmp_path / "plan.json").exists()
 
@@ -307,13 +307,13 @@ def test_a_record_by_its_name(make_scale: Make) -> None:
         ({"speed": float("nan")}, "--speed is nan"),
         ({"cores": "many"}, "--cores is 'many': it must be a number of cores above 0, or none"),
         ({"cores": "0"}, "--cores is '0'"),
-        ({"cores": "2"}, "have a GPU each and share no cores"),
+        ({"cores": "2"}, "have GPUs and share no cores"),
         ({"workers": "two"}, "it must be counts above 0"),
         (
             {"workers": "16", "cluster": "h200-node"},
-            "one node of 8; take a cluster with a network (--cluster list)",
+            "a single node of 8; choose a cluster with a network (--cluster list)",
         ),
-        ({"workers": "256", "mode": "strong"}, "a fixed global batch of 128 has no more samples"),
+        ({"workers": "256", "mode": "strong"}, "a fixed global batch of 128 allows at most 128"),
         ({"mode": "sideways"}, "--mode is 'sideways'"),
         ({"speed": 0.0}, "--speed is 0: it must be a number above 0"),
         ({"price": -1.0}, "--price is -1"),
@@ -329,8 +329,8 @@ def test_a_record_by_its_name(make_scale: Make) -> None:
         ({"workers": "9" * 5000}, "...: it must be counts above 0"),
         ({"target_steps": 10**400}, "...: it must be at most 1e+12"),
         ({"samples": 10**400}, "...: it must be at most 1e+09"),
-        ({"samples": 6001}, "--samples is 6,001: the training set has 6,000 images; give 6,000 at most"),
-        ({"samples": 7, "mode": "strong"}, "--samples is 7, but --mode strong shares out the record's global batch: leave"),
+        ({"samples": 6001}, "--samples is 6,001: the training set has 6,000 images; give at most 6,000"),
+        ({"samples": 7, "mode": "strong"}, "--samples is 7, but --mode strong divides the record's global batch: leave"),
         ({"cluster": ""}, "--cluster is empty"),
     ],
 )
@@ -341,12 +341,12 @@ def test_wrong_input_is_one_line(make_scale: Make, flags: dict[str, Any], says: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_record_without_a_noise_scale_has_none_to_give(make_scale: Make, make_training: Make) -> None:
-    with pytest.raises(UsageError, match="measured no noise scale: train it with --measure-noise"):
+def test_a_record_without_a_noise_scale_is_refused(make_scale: Make, make_training: Make) -> None:
+    with pytest.raises(UsageError, match="did not measure the noise scale: train with --measure-noise"):
         row(make_scale(), 2, noise=str(make_training()))
     assert row(make_scale(), 2, noise=str(make_training(noise=[700.0] * 4)))["steps"] > 118
 
 
-def test_nothing_of_it_imports_torch() -> None:
+def test_plan_does_not_import_torch() -> None:
     code = "import sys, paceline.plan.plan, paceline.advise.advise; assert 'torch' not in sys.modules, 'torch is loaded'"
     subprocess.run([sys.executable, "-c", code], check=True)

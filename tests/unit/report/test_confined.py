@@ -27,7 +27,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["record/file", "record/link", "link/file", "link/link"])
-def test_what_lies_inside_is_read(root: Path, name: str) -> None:
+def test_paths_inside_are_read(root: Path, name: str) -> None:
     path = ConfinedPath(root, root) / name
     assert path.read_bytes() == b"inside"
     assert (path.exists(), path.is_file(), path.is_dir()) == (True, True, False)
@@ -38,7 +38,7 @@ def test_what_lies_inside_is_read(root: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["out/file", "record/out", "record/dangling", "record/nothing", "../outside/file", "record/file/x"]
 )
-def test_what_does_not_is_not_there(root: Path, name: str) -> None:
+def test_paths_outside_do_not_exist(root: Path, name: str) -> None:
     path = ConfinedPath(root / name, root)
     assert (path.exists(), path.is_file(), path.is_dir(), path.is_plain_folder()) == (False,) * 4
     with pytest.raises(OSError, match=r"board's folder|No such file|Not a directory"):
@@ -54,14 +54,14 @@ def test_folders(root: Path) -> None:
     assert found == {"record": True, "link": True, "out": False}
 
 
-def test_a_pipe_is_no_file_and_nobody_waits_for_it(root: Path) -> None:
+def test_a_pipe_is_not_a_file_and_is_not_opened(root: Path) -> None:
     path = ConfinedPath(root / "record" / "pipe", root)
     assert (path.exists(), path.is_file()) == (True, False)
     with pytest.raises(OSError, match="not a regular file"):
         path.open()
 
 
-def test_each_use_looks_again(root: Path, tmp_path: Path) -> None:
+def test_every_use_checks_the_path_again(root: Path, tmp_path: Path) -> None:
     path = ConfinedPath(root / "record" / "file", root)
     assert path.read_bytes() == b"inside"
     (root / "record").rename(root / "old")

@@ -1,4 +1,4 @@
-"""The page as a file: where it goes, that it holds everything, and that no record breaks out of it."""
+"""The page as a file: where it is written, that it is self-contained, and that no record can inject markup."""
 
 import json
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.pages import make_scale, make_train
+from paceline.board.board import own_asset
 from paceline.errors import PacelineError, RecordError, UsageError
 from paceline.records import find_record
 from paceline.report.page import POLICY, SCRIPTS, asset, embed, plotly, render, report_verb, write_report
@@ -18,7 +19,7 @@ EVIL = "</script><script>alert(1)</script><!--&\u2028"
 
 
 class Scripts(HTMLParser):
-    """The page as a browser takes it apart: its elements, and the text of its scripts."""
+    """The page as a browser parses it: its elements, and the text of its scripts."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class Scripts(HTMLParser):
 
 def test_the_page_holds_everything_and_may_load_nothing(tmp_path: Path) -> None:
     page = Scripts(render([read_source(make_train(tmp_path / "demo"))]))
-    assert page.tags.count("script") == 4  # the sources, the page's own, plotly, and the word to draw
+    assert page.tags.count("script") == 4  # the sources, the page's scripts, plotly, and the call that draws
     assert page.scripts[2].strip() == plotly().strip()
     addresses = [value for name, value in page.attributes if name in ("src", "href", "action", "data")]
     assert all(str(value).startswith(("#", "data:")) for value in addresses)
@@ -53,7 +54,7 @@ def test_no_name_or_value_breaks_out_of_the_page(tmp_path: Path) -> None:
     source = read_source(make_train(tmp_path / "x", model=EVIL, task=EVIL)) | {"name": EVIL, "summary": EVIL, "notes": [EVIL]}
     html = render([source])
     page, plain = Scripts(html), Scripts(render([read_source(tmp_path / "x") | {"name": "x"}]))
-    assert page.tags == plain.tags  # not one element more
+    assert page.tags == plain.tags  # no additional element
     assert json.loads(page.scripts[0])[0]["name"] == EVIL
     assert "alert(1)</script>" not in html
 
@@ -72,7 +73,7 @@ def test_the_headline_and_the_title_are_in_the_html_itself(tmp_path: Path) -> No
     assert "No record to show" in render([])
 
 
-def test_one_record_has_its_report_within_and_several_beside(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_the_report_of_one_or_several_records_goes(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_train(runs / "one")
     make_scale(runs / "two")
     assert report_verb(["one"]) == 0
@@ -88,19 +89,19 @@ def test_one_record_has_its_report_within_and_several_beside(runs: Path, capsys:
 
 
 def test_without_a_name_the_newest_record_is_shown(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UsageError, match="runs holds no record"):
+    with pytest.raises(UsageError, match="runs has no record"):
         report_verb([])
     make_train(runs / "only")
     report_verb([])
     assert "runs/only/report.html" in capsys.readouterr().out
 
 
-def test_results_that_lie_among_others_get_a_page_in_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_results_outside_a_record_goes_to_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report_verb([str(Path(__file__).parents[3] / "studies" / "results" / "batch.json")])
     assert capsys.readouterr().out == "report in runs/report-batch.html\n"
 
 
-def test_a_name_that_is_not_there_is_one_line_with_the_nearest(runs: Path) -> None:
+def test_an_unknown_name_is_one_line_with_the_nearest(runs: Path) -> None:
     make_train(runs / "demo")
     with pytest.raises(UsageError, match=r"no record 'dmeo', neither here nor in runs: did you mean demo\?"):
         find_record("dmeo", "runs")
@@ -142,11 +143,11 @@ def test_without_plotly_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyP
 
 def test_every_script_has_its_place_and_is_short_enough_to_read() -> None:
     found = {path.name for path in (files("paceline.report") / "assets").iterdir() if path.name.endswith(".js")}
-    assert found == {*SCRIPTS, "board.js", "rows.js"}
+    assert found == set(SCRIPTS)
     assert len(SCRIPTS) == len(set(SCRIPTS))
     assert {name: lines for name in found if (lines := asset(name).count("\n")) > 400} == {}
 
 
 def test_the_scripts_never_set_markup() -> None:
-    for name in (*SCRIPTS, "board.js", "rows.js"):
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", asset(name))
+    for script in (*map(asset, SCRIPTS), own_asset("board.js"), own_asset("rows.js")):
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)

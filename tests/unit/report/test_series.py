@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from paceline.records import read_metrics
 from paceline.report.series import MOST_ROWS, Columns, number, read_metrics_columns, short, text, thin
 
 
@@ -27,13 +30,13 @@ def test_rows_become_columns_with_gaps_where_a_row_had_no_number(tmp_path: Path)
     assert thin(found.step)["noise_scale"] == [None, None, 7]
 
 
-def test_parts_of_a_step_are_columns_of_their_own_in_the_order_written(tmp_path: Path) -> None:
+def test_components_of_a_step_are_columns_of_their_own_in_the_order_written(tmp_path: Path) -> None:
     row = {"kind": "health", "step": 1, "components_s": {"input": 0.1, "compute": 0.5, "other": "nan"}, "slowest": None}
     found = read_metrics_columns(write(tmp_path / "m", row))
     assert list(found.health.values) == ["step", "components_s.input", "components_s.compute"]
 
 
-def test_what_a_resumed_run_did_again_is_there_once(tmp_path: Path) -> None:
+def test_rows_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> None:
     epoch = {"kind": "epoch", "epoch": 1, "step": 2, "val_loss": 1.0}
     again = {"kind": "resume", "step": 2, "contract": {"workers": 3}}
     found = read_metrics_columns(
@@ -47,7 +50,24 @@ def test_what_a_resumed_run_did_again_is_there_once(tmp_path: Path) -> None:
     assert found.notes == ["resumed from step 2 on 3 workers"]
 
 
-def test_lines_that_are_no_rows_are_counted_but_not_the_one_being_written(tmp_path: Path) -> None:
+@given(rows=st.lists(st.tuples(st.sampled_from(["step", "epoch", "health", "resume"]), st.integers(0, 4)), max_size=12))
+def test_the_same_rows_are_left_out_as_by_read_metrics(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
+    path = tmp_path_factory.mktemp("record")
+    write(path / "metrics.jsonl", *({"kind": kind, "step": at, "place": place} for place, (kind, at) in enumerate(rows)))
+    found = read_metrics_columns(path / "metrics.jsonl")
+    for kind in ("step", "epoch", "health"):
+        kept = [row["place"] for row in read_metrics(path) if row["kind"] == kind]
+        assert thin(getattr(found, kind)).get("place", []) == kept
+
+
+def test_rows_after_an_end_are_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", step(1), step(2), step(3))
+    line = path.stat().st_size // 3
+    assert thin(read_metrics_columns(path, end=2 * line).step)["step"] == [1, 2]
+    assert read_metrics_columns(path, end=0).step.count == 0
+
+
+def test_invalid_lines_are_counted_but_not_the_one_being_written(tmp_path: Path) -> None:
     path = write(tmp_path / "m", step(1), "GARBAGE", [1, 2], {"no": "kind"}, '{"kind": 3}', "[" * 100_000)
     with path.open("ab") as file:
         file.write(b'\xff\xfe\n{"kind": "st')
@@ -55,13 +75,13 @@ def test_lines_that_are_no_rows_are_counted_but_not_the_one_being_written(tmp_pa
     assert (found.step.count, found.unreadable) == (1, 6)
 
 
-def test_a_line_with_more_than_a_row_is_none_and_spaces_do_no_harm(tmp_path: Path) -> None:
+def test_a_line_with_two_rows_is_invalid_and_spaces_are_allowed(tmp_path: Path) -> None:
     twice = '{"kind": "step", "step": 8}, {"kind": "step", "step": 9}'
     found = read_metrics_columns(write(tmp_path / "m", "  " + json.dumps(step(1)) + " \r", twice, "", step(2)))
     assert (thin(found.step)["step"], found.unreadable) == ([1, 2], 1)
 
 
-def test_a_column_may_begin_late_be_text_at_first_or_pause(tmp_path: Path) -> None:
+def test_a_column_may_start_late_start_as_text_or_have_gaps(tmp_path: Path) -> None:
     rows = [step(1), step(2, loss="nan", lr=1), step(3, loss=1.5), step(4, loss=True), step(5), step(6, loss=0.5)]
     found = thin(read_metrics_columns(write(tmp_path / "m", *rows)).step)
     assert found["loss"] == [None, None, 1.5, None, None, 0.5]
@@ -89,7 +109,7 @@ def test_a_short_series_is_left_as_it_is() -> None:
     assert thin(columns)["step"] == list(range(100))
 
 
-def test_no_foreign_row_makes_columns_without_end() -> None:
+def test_foreign_rows_cannot_add_unlimited_columns() -> None:
     columns = Columns()
     columns.add({f"c{at}": at for at in range(5_000)})
     columns.add({"x" * 10_000: 1, "c0": 10**400})
@@ -110,7 +130,7 @@ def test_numbers_are_cut_to_what_a_chart_shows() -> None:
     assert short(math.nan) is None
 
 
-def test_text_has_no_control_characters_and_an_end() -> None:
+def test_text_has_no_control_characters_and_is_cut() -> None:
     assert text("a\x1b[31m\nb") == "a [31m b"
     assert len(text("x" * 1_000_000)) < 3_000
     assert text(None) == ""

@@ -1,11 +1,12 @@
-"""The sentence on top: honest for every way a run can end."""
+"""The sentence at the top: honest for every way a run can end."""
 
 import math
 from typing import Any
 
 import pytest
 
-from paceline.report.summary import duration, figure, headline, plural, rate, sentence, shares, tone
+from paceline.output import plural
+from paceline.report.summary import duration, figure, headline, rate, shares, summarize, tone
 
 
 def train(name: str = "demo", status: str = "done", **changes: Any) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def train(name: str = "demo", status: str = "done", **changes: Any) -> dict[str,
         **{"environment": {}, "where": None, "scale": None, "study": None},
         **changes,
     }
-    return source | {"summary": sentence(source)}
+    return source | {"summary": summarize(source)}
 
 
 def test_a_finished_run() -> None:
@@ -43,7 +44,7 @@ def test_a_finished_run() -> None:
 
 
 def test_a_run_that_reached_its_target_says_so() -> None:
-    assert train(status="target reached")["summary"].endswith("7,861 images/s, where it reached its target.")
+    assert train(status="target reached")["summary"].endswith("7,861 images/s, and reached its target.")
 
 
 def test_a_running_run_says_where_it_is_and_what_is_left() -> None:
@@ -51,18 +52,17 @@ def test_a_running_run_says_where_it_is_and_what_is_left() -> None:
     said = train(status="running", last=last)["summary"]
     assert "is training cnn" in said
     assert said.endswith("step 40 of 120, loss 0.5000 so far, about 8.0 s left.")
-    assert train(status="running", last={})["summary"].endswith("no step is done yet.")
+    assert train(status="running", last={})["summary"].endswith("no step has finished yet.")
 
 
 def test_a_run_that_did_not_end_well_says_why_and_where() -> None:
     said = train(status="diverged", why="diverged: the loss is nan at step 7", last={"steps": 6})["summary"]
-    assert said.startswith("demo diverged after 6 of 120 steps: the loss is nan at step 7. It was to train cnn")
-    assert (
-        "failed before its first step was written down: no disk." in train(status="failed", why="no disk.", last={})["summary"]
-    )
+    assert said.startswith("demo diverged after 6 of 120 steps: the loss is nan at step 7. It was set to train cnn")
+    assert "failed before its first step was recorded: no disk." in train(status="failed", why="no disk.", last={})["summary"]
     assert "was interrupted after 6 of 120 steps." in train(status="interrupted", last={"steps": 6})["summary"]
     assert (
-        "was cut short after 6 steps, and nothing says why" in train(status="cut short", last={"steps": 6}, facts={})["summary"]
+        "was cut short after 6 steps, for an unknown reason"
+        in train(status="cut short", last={"steps": 6}, facts={})["summary"]
     )
 
 
@@ -78,7 +78,7 @@ def test_samples_are_called_what_the_contract_says() -> None:
     assert "a was fastest, with 7,861 windows/s" in headline([windows, slow])
 
 
-def test_several_runs_name_the_best_the_fastest_and_the_lost() -> None:
+def test_several_runs_name_the_best_the_fastest_and_the_failed() -> None:
     slow = train("slow", last={"accuracy": 0.9, "samples_per_s": 10.0})
     fast = train("fast", last={"accuracy": 0.8, "samples_per_s": 200.0})
     lost = train("lost", status="diverged", last={})
@@ -113,7 +113,7 @@ def test_runs_of_different_tasks_or_units_are_not_ranked() -> None:
     one, other = train("a"), train("b", facts={"task": "my_task.py"}, last={"loss": 0.1, "samples_per_s": 1e6})
     assert headline([one, other]) == "2 runs of different tasks."
     windows = train("b", facts={**one["facts"], "unit": "windows"}, status="diverged")
-    assert headline([one, windows]) == "2 runs that count different samples: diverged: b."
+    assert headline([one, windows]) == "2 runs with different units: diverged: b."
     silent = train("c", facts={}, last={})
     assert "a ended best" in headline([one, train("b", last={"accuracy": 0.1}), silent])
 
@@ -145,13 +145,13 @@ def test_scaling_in_a_sentence() -> None:
     ]
     source = train(kind="scale", scale={"task": "t", "mode": "weak", "unit": "images", "counts": counts})
     assert source["summary"] == (
-        "t, weak scaling: 1 worker made 100 images/s, 4 workers 300: 3.00 times as many, 75% of linear."
+        "t, weak scaling: 1 worker ran at 100 images/s, 4 workers at 300: 3.00 times as fast, 75% of linear."
         " With 4 workers, 75% of a step was compute, 25% waiting."
     )
     assert "nothing was measured" in train(kind="scale", scale={"counts": []})["summary"]
-    assert "one count alone" in train(kind="scale", scale={"counts": counts[:1]})["summary"]
+    assert "at least two worker counts" in train(kind="scale", scale={"counts": counts[:1]})["summary"]
     from_two = [{**counts[0], "workers": 2, "speed_up": 2.0}, {**counts[1], "samples_per_s": 180.0, "speed_up": 3.6}]
-    assert "1.80 times as many, 90% of linear" in train(kind="scale", scale={"counts": from_two})["summary"]
+    assert "1.80 times as fast, 90% of linear" in train(kind="scale", scale={"counts": from_two})["summary"]
 
 
 def test_no_time_has_a_60th_second_or_minute() -> None:
@@ -183,7 +183,7 @@ def test_tones(status: str, expected: str) -> None:
     assert tone(status) == expected
 
 
-def test_facts_of_the_wrong_kind_do_no_harm() -> None:
+def test_facts_of_the_wrong_type_are_ignored() -> None:
     assert (
         "trained"
         in train(facts={"workers": "two", "virtual_workers": None, "global_batch": math.nan, "total_steps": []})["summary"]

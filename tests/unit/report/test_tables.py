@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report.tables import parts_of, view_landscape, view_scale, view_study
+from paceline.report.tables import components_of, view_landscape, view_scale, view_study
 from paceline.study.results import compare_arm, read_results, spread_words, table
 
 RESULTS = sorted((Path(__file__).parents[3] / "studies" / "results").glob("*.json"))
 
 
-def test_counts_come_in_order_and_broken_ones_are_said() -> None:
+def test_worker_counts_are_sorted_and_broken_ones_listed() -> None:
     problems: list[str] = []
     counts = [{"workers": 4, "samples_per_s": 30.0}, {"workers": 1, "samples_per_s": 10.0, "low": "nan"}, {"workers": 2}, 5]
     found = view_scale({"counts": counts, "links": [{"workers": 2, "bytes": 4, "s": 0.1}, {"bytes": 4}]}, problems)
@@ -19,12 +19,16 @@ def test_counts_come_in_order_and_broken_ones_are_said() -> None:
     assert [row["workers"] for row in found["counts"]] == [1, 4]
     assert found["counts"][0]["low"] is None
     assert len(found["links"]) == 1
-    assert problems == ["scale.json: 2 of 4 counts cannot be read"]
+    assert problems == ["scale.json: 2 of 4 worker counts cannot be read"]
 
 
-def test_parts_come_in_the_order_they_are_drawn() -> None:
-    assert list(parts_of({"components_s": {"waiting": 1, "new": 2, "input": 3, "other": "nan"}})) == ["input", "waiting", "new"]
-    assert parts_of({"components_s": None}) == {}
+def test_components_come_in_the_order_they_are_drawn() -> None:
+    assert list(components_of({"components_s": {"waiting": 1, "new": 2, "input": 3, "other": "nan"}})) == [
+        "input",
+        "waiting",
+        "new",
+    ]
+    assert components_of({"components_s": None}) == {}
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

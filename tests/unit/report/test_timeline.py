@@ -1,4 +1,4 @@
-"""A timeline as bars: what of an all-reduce lies behind the backward pass, per worker."""
+"""A timeline as bars: which share of an all-reduce the backward pass hides, per worker."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def test_buckets_come_in_the_order_they_are_reduced() -> None:
     assert found["buckets"][0]["parameters"] == ["w"]
 
 
-def test_foreign_events_are_left_out_and_an_unusable_file_is_said() -> None:
+def test_foreign_events_are_left_out_and_an_unusable_file_is_a_problem() -> None:
     assert len(bars(span("forward", 0, 1), None, {"ph": "X"}, {"ph": "X", "ts": "a", "dur": 1, "pid": 0}, {"ph": "M"})) == 1
     for broken in (None, [], {}, {"traceEvents": 3}, {"traceEvents": []}, {"traceEvents": [{"ph": "M"}]}):
         problems: list[str] = []

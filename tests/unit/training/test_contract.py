@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from paceline.config import Config
+from paceline.contract import Contract
 from paceline.dist.world import World
 from paceline.errors import UsageError
-from paceline.training.contract import Contract, make_contract, plan_run
+from paceline.training.contract import make_contract, make_steps
 
 ABOUT = {
     "task": "mine",
@@ -39,7 +40,7 @@ def world(size: int = 1, launcher: str = "paceline") -> World:
 
 
 def contract(config: Config, here: World, samples: int = 60_000) -> Contract:
-    sampler, schedule = plan_run(config, here, samples)
+    sampler, schedule = make_steps(config, here, samples)
     return make_contract(config, here, sampler, schedule, ABOUT)
 
 
@@ -71,20 +72,20 @@ def test_the_same_batch_on_any_number_of_workers_is_the_same_mathematics():
 
 
 def test_a_step_limit_shortens_the_schedule():
-    _, schedule = plan_run(Config(epochs=5, max_steps=7), world(), 1280)
+    _, schedule = make_steps(Config(epochs=5, max_steps=7), world(), 1280)
     assert schedule.total_steps == 7
-    _, schedule = plan_run(Config(epochs=5, max_steps=700), world(), 1280)
+    _, schedule = make_steps(Config(epochs=5, max_steps=700), world(), 1280)
     assert schedule.total_steps == 50
 
 
 def test_a_batch_that_does_not_divide():
     with pytest.raises(UsageError, match="use 99 or 102"):
-        plan_run(Config(global_batch=100), world(3), 1000)
+        make_steps(Config(global_batch=100), world(3), 1000)
 
 
 def test_too_few_samples():
     with pytest.raises(UsageError, match="2 training samples cannot feed 4 virtual workers"):
-        plan_run(Config(), world(4), 2)
+        make_steps(Config(), world(4), 2)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_warm_up_in_words(options, words):
         ),
         (
             {"local_steps": 4, "virtual_workers": 2},
-            "sgd Nesterov 0.9, weight decay 0.0005, from 50% of the run on 4 local steps between averagings",
+            "sgd Nesterov 0.9, weight decay 0.0005, 4 local steps between averagings after 50% of the run",
         ),
     ],
 )
@@ -146,10 +147,10 @@ def test_lines_say_all_of_it():
     assert lines["data"] == "noise (on the device)"
     assert lines["model"] == "cnn, 1,234,567 parameters"
     assert lines["reference"] == "batch 128 at lr 0.05"
-    assert lines["workers"] == "P = 4 (V = 4 parts, one a worker), started here, 1 node(s)"
+    assert lines["workers"] == "P = 4 (V = 4 parts, one a worker), started here, 1 node"
     assert lines["global batch"] == "512 = 4 parts of 128, each in 2 micro-batches"
     assert lines["scale"] == "k = 4, rule linear: peak lr 0.2"
-    assert lines["steps"] == "118 an epoch, 5 epochs, 590 in all"
+    assert lines["steps"] == "118 per epoch, 5 epochs, 590 in total"
     assert "4 CPU workers" in lines["device"]
     assert "backend gloo, fp32" in lines["device"]
     assert lines["seed"] == "11"

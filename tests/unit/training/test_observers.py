@@ -17,10 +17,10 @@ from torch import nn
 
 from paceline import models
 from paceline.config import Config, make_config
+from paceline.contract import Contract
 from paceline.errors import RecordError
 from paceline.records import Record, read_result
 from paceline.toml import read_recipe
-from paceline.training.contract import Contract
 from paceline.training.observers import Printer, Recorder, Result, TensorBoard
 
 CONTRACT = Contract(

@@ -1,9 +1,11 @@
-// Cards with a chart: drawn by plotly in the page's colours when they come into sight, zoomed, and told as a table.
+// Cards with a chart: drawn by plotly in the page's colors when they scroll into view, with zoom and the numbers as a table.
 "use strict";
 (() => {
-  const { state, theme, colourPlace, node, table } = window.Paceline;
+  const { state, theme, colorPlace, node, table } = window.Paceline;
 
-  // A card: its figure is drawn at every redraw, its table when somebody opens it.
+  // A card. Its figure is drawn at every redraw, its table when it is opened.
+  // figure: (context) => ({ data, layout, keys, height }) for plotly; label: () => text for screen readers; rows: () => a table;
+  // tools: buttons in its header.
   function chart({ key, title, hint = "", wide, height = 290, figure, label, rows, tools = [] }) {
     return {
       key, sign: [title, hint, wide, tools.map((tool) => tool.sign)],
@@ -26,11 +28,11 @@
         );
         details.addEventListener("toggle", () => card.fill && card.fill());
         plot.style.minHeight = `${height}px`;
-        card.parts = { plot, reset, details, keys };
+        card.inner = { plot, reset, details, keys };
         return card;
       },
       update: (card) => {
-        const { plot, details } = card.parts;
+        const { plot, details } = card.inner;
         card.fill = () => {
           if (details.open && rows) {
             const made = table({ ...rows(), tall: true, caption: `${title}: numbers` });
@@ -39,19 +41,19 @@
         };
         card.fill();
         plot.setAttribute("aria-label", label());
-        soon(card.parts, () => draw(card.parts, figure, height));
+        soon(card.inner, () => draw(card.inner, figure, height));
       },
     };
   }
 
-  // Charts in sight are drawn at once, the others one by one when the browser has time: a page of thirty charts opens as fast
-  // as one of three, and a live run redraws what somebody looks at.
+  // Charts in view are drawn at once, the others one by one when the browser is idle: a page of thirty charts opens as fast as one
+  // of three, and a live run redraws what the user is looking at.
   const late = new Map();
   let waiting = false;
 
-  function soon(parts, job) {
-    late.set(parts, job);
-    if (inSight(parts)) drawLate(parts);
+  function soon(card, job) {
+    late.set(card, job);
+    if (inView(card)) drawLate(card);
     else next();
   }
 
@@ -60,27 +62,27 @@
     waiting = true;
     setTimeout(() => {
       waiting = false;
-      drawLate([...late.keys()].find(inSight) || late.keys().next().value);
+      drawLate([...late.keys()].find(inView) || late.keys().next().value);
       next();
     }, 0);
   }
 
-  function drawLate(parts) {
-    const job = late.get(parts);
-    late.delete(parts);
-    if (job && parts.plot.isConnected) job();
+  function drawLate(card) {
+    const job = late.get(card);
+    late.delete(card);
+    if (job && card.plot.isConnected) job();
   }
 
-  function inSight({ plot }) {
+  function inView({ plot }) {
     const { top, bottom } = plot.getBoundingClientRect();
     return top < innerHeight + 200 && bottom > -200;
   }
 
   addEventListener("beforeprint", () => [...late.keys()].forEach(drawLate));
 
-  function draw(parts, figure, height) {
+  function draw(card, figure, height) {
     if (!window.Plotly) return;
-    const { plot, reset, keys } = parts;
+    const { plot, reset, keys } = card;
     const made = figure(context(plot)), tall = made.height || height;
     plot.style.minHeight = `${tall}px`;
     plot.style.maxWidth = made.width ? `${made.width}px` : "";
@@ -97,7 +99,7 @@
       plot, made.data, layout,
       { displayModeBar: false, responsive: false, doubleClick: "reset", scrollZoom: false, showTips: false },
     );
-    plot.again = () => soon(parts, () => draw(parts, figure, height));
+    plot.again = () => soon(card, () => draw(card, figure, height));
     if (!first) return;
     plot.on(
       "plotly_relayout", (change) => { if (Object.keys(change).some((name) => /axis/.test(name))) reset.hidden = !zoomed(plot); },
@@ -134,7 +136,7 @@
       accentSoft: get("--accent-soft"), good: get("--good"), bad: get("--bad"), warn: get("--warn"),
       font: getComputedStyle(document.body).fontFamily, width, narrow: width < 480, touch: matchMedia("(pointer: coarse)").matches,
     };
-    return { look, x: state.x, hidden: state.hidden, colour: colourPlace, log: false };
+    return { look, x: state.x, hidden: state.hidden, color: colorPlace, log: false };
   }
 
   function layout(look, extra) {

@@ -1,12 +1,12 @@
-// Curves: what runs wrote down step by step and epoch by epoch, and the tools that choose what these charts show.
+// Curves of training runs, by step and by epoch, and the toolbar that selects what they show. To add a curve: chartsOf().
 "use strict";
 (() => {
   const {
-    state, trains, theme, lineStyle, colourPlace, safe, uid, clip, isNumber, seconds, plain, unitOf, node, key, chart, context,
+    state, trains, theme, lineStyle, colorPlace, safe, uid, clip, isNumber, seconds, plain, unitOf, node, key, chart, context,
     layout,
   } = window.Paceline;
 
-  // The dash of a run's epochs beside its steps: runs of one colour have different ones.
+  // The dash of a run's epoch lines next to its step lines: runs of the same color have different ones.
   const DOTTED = { solid: "dot", dash: "dash", dot: "dashdot", dashdot: "longdashdot" };
   const X_WORDS = { step: "step", epoch: "epoch", time_s: "time" };
 
@@ -21,7 +21,7 @@
 
   const has = (values) => Array.isArray(values) && values.some(isNumber);
 
-  // Every chart that the sources have data for: [{key, title, hint, lines: [[table, column, "training" | "validation" | ""]]}].
+  // All charts that the sources have data for: [{key, title, note, lines: [[table, column, "training" | "validation" | ""]]}].
   function chartsOf(sources) {
     const names = new Set();
     const skip = new Set(["step", "epoch", "time_s", "lr", "noise_scale", "loss", "gain", "samples_per_s", "epoch_time_s"]);
@@ -43,14 +43,14 @@
         lines: [["health", "samples_per_s", "while training"], ["epoch", "samples_per_s", "whole epochs"]], zero: true,
       },
       {
-        key: "noise", title: "Noise scale", note: "samples a step beyond which more workers help less",
+        key: "noise", title: "Noise scale", note: "the global batch beyond which more workers help less",
         lines: [["step", "noise_scale", ""]],
       },
       { key: "gain", title: "AdaScale's gain", lines: [["step", "gain", ""]] },
       { key: "lag", title: "Slowest worker's lag", unit: "ms", by: 1e3, lines: [["health", "lag_s", ""]], zero: true },
     ];
     const drawn = ([table, name]) => sources.some((source) => has(column(source, table, name)));
-    const late = (source) => (column(source, "health", "lag_s") || []).some((value) => value > 0); // one worker waits for nobody
+    const late = (source) => (column(source, "health", "lag_s") || []).some((value) => value > 0); // a single worker has no lag
     return all
       .map((chart) => ({ ...chart, lines: chart.lines.filter(drawn) }))
       .filter((chart) => chart.lines.length && (chart.key !== "lag" || sources.some(late)));
@@ -58,7 +58,7 @@
 
   const words = (name) => (name.charAt(0).toUpperCase() + name.slice(1)).replace(/_/g, " ");
 
-  // The axis that x values are on: its words, and what seconds are divided by.
+  // The x axis: its title, and what seconds are divided by.
   function xAxis(sources, x) {
     if (x !== "time_s") return { title: X_WORDS[x], by: 1 };
     let most = 0;
@@ -83,7 +83,7 @@
     return high / low > 100;
   }
 
-  // An axis for lines that all have one value, which plotly would draw at 0 between -1 and 1; nothing for others.
+  // An axis for lines with a single constant value, which plotly would draw between -1 and 1; nothing for other lines.
   function flatAxis(data) {
     let low = Infinity, high = -Infinity;
     for (const { y } of data) {
@@ -99,7 +99,7 @@
     const axis = xAxis(sources, x), shown = sources.filter((source) => !context.hidden.has(source.id)), data = [];
     const two = chart.lines.length > 1;
     for (const source of shown) {
-      const style = lineStyle(context.colour(source.id), look.theme);
+      const style = lineStyle(context.color(source.id), look.theme);
       for (const [table, name, what] of chart.lines) {
         const xs = column(source, table, x), ys = column(source, table, name);
         if (!has(ys) || !has(xs)) continue;
@@ -109,7 +109,7 @@
         ].filter(Boolean).join(", ");
         data.push({
           type: "scatter", mode: points ? "lines+markers" : "lines", name: safe(label),
-          uid: uid(`run${context.colour(source.id)}`, table, name),
+          uid: uid(`run${context.color(source.id)}`, table, name),
           x: axis.by === 1 ? xs : xs.map((value) => (value === null ? null : value / axis.by)),
           y: chart.by ? ys.map((value) => (value === null ? null : value * chart.by)) : ys,
           line: { color: style.color, dash: dotted ? DOTTED[style.dash] : style.dash, width: dotted ? 1.4 : 1.8 },
@@ -177,7 +177,7 @@
       {
         key: "x", sign: state.x,
         make: () => node(
-          "div", { role: "group", "aria-label": "The charts' x axis" }, node("span", { class: "label" }, "Against"),
+          "div", { role: "group", "aria-label": "X axis of the charts" }, node("span", { class: "label" }, "X axis"),
           node(
             "span", { class: "switch" },
             ...axes.map(([x, word]) => node(
@@ -194,7 +194,7 @@
     ];
     if (runs.length > 1) {
       items.push({
-        key: "runs", sign: [runs.map((run) => [run.id, run.name, state.hidden.has(run.id), colourPlace(run.id)]), theme()],
+        key: "runs", sign: [runs.map((run) => [run.id, run.name, state.hidden.has(run.id), colorPlace(run.id)]), theme()],
         make: () => node(
           "div", { class: "chips", role: "group", "aria-label": "Runs shown" },
           ...runs.map((run) => node(

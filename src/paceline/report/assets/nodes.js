@@ -1,10 +1,11 @@
-// Elements: tables, badges and keys, and keeping what is there while its content changes.
+// DOM elements: tables, badges and legend keys, and updates that keep existing elements.
 // Text from records is only ever set as textContent, never as markup.
 "use strict";
 (() => {
-  const { colour, colourPlace, lineStyle, theme } = window.Paceline;
+  const { color, colorPlace, lineStyle, theme } = window.Paceline;
 
-  // Makes the children of a box be these items, in order. An item is made anew when its `sign` changes; one with `update` is kept.
+  // Make the children of a box match these items, in order. An item is made again when its `sign` changes; an item with `update`
+  // is updated in place.
   function reconcile(box, items) {
     const old = new Map([...box.children].map((element) => [element.dataset.key, element]));
     const focus = document.activeElement && box.contains(document.activeElement) ? document.activeElement.dataset.focus : null;
@@ -21,7 +22,7 @@
         element = fresh;
       }
       old.delete(item.key);
-      // What stands in the way of the next one goes to the end: the others stay where they are, with their scroll and focus.
+      // Move whatever is in the way to the end: the other elements stay in place and keep their scroll position and focus.
       const here = box.children[index];
       if (here && here.nextElementSibling === element) box.append(here);
       if (box.children[index] !== element) box.insertBefore(element, box.children[index] || null);
@@ -37,7 +38,7 @@
     }
   }
 
-  // An element with these attributes and children; those that are nothing are left out.
+  // An element with these attributes and children; empty ones are left out.
   function node(name, attributes = {}, ...children) {
     const element = document.createElement(name);
     for (const [key, value] of Object.entries(attributes)) {
@@ -72,11 +73,11 @@
   }
 
   const badge = (source) => node("span", { class: `badge ${source.tone || ""}` }, source.status);
-  // How a run's lines look: what stands before its name.
+  // The sample of a run's line style, shown before its name.
   const key = (id) => {
-    const { dash } = lineStyle(colourPlace(id), theme());
+    const { dash } = lineStyle(colorPlace(id), theme());
     const element = node("span", { class: "key", "aria-hidden": "true" });
-    element.style.borderTopColor = colour(id) || "var(--line)"; // of one that is not read yet
+    element.style.borderTopColor = color(id) || "var(--line)"; // a run that is not read yet
     element.style.borderTopStyle = { solid: "solid", dash: "dashed", dot: "dotted", dashdot: "dashed" }[dash];
     return element;
   };

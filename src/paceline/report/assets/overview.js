@@ -1,8 +1,8 @@
-// What is said in words and tables: what each run came to, its contract, its notes and where it ran.
+// The sections without charts: the results of each run, its contract, its notes and its environment.
 "use strict";
 (() => {
   const {
-    trains, theme, colourPlace, isNumber, commas, plain, figure, time, unitOf, node, table, pairs, badge, key,
+    trains, theme, colorPlace, isNumber, commas, plain, figure, time, unitOf, node, table, pairs, badge, key,
   } = window.Paceline;
 
   // `links`: [id, title] of the sections below.
@@ -17,9 +17,9 @@
           "p", { class: "warned" },
           node(
             "span", { class: "badge warn" },
-            problems === 1 ? "1 thing is missing or broken" : `${problems} things are missing or broken`,
+            problems === 1 ? "1 problem" : `${problems} problems`,
           ),
-          " ", node("a", { href: "#notes" }, "see which"),
+          " ", node("a", { href: "#notes" }, "what is missing or broken"),
         ),
       });
     }
@@ -66,7 +66,7 @@
 
   function runsTable(sources) {
     const facts = sources.map(
-      (source) => [source.id, source.name, source.status, source.summary, source.last, colourPlace(source.id), theme()]
+      (source) => [source.id, source.name, source.status, source.summary, source.last, colorPlace(source.id), theme()]
     );
     return { key: "runs", sign: facts, make: () => {
       const runs = trains(sources), rows = runs.map((source) => {
@@ -83,12 +83,12 @@
         head: [
           "run", "status", "accuracy", "validation loss", `${unitOf(runs)}/s`, "time", "steps", "workers", "V", "global batch",
         ],
-        rows, numbers: 2, caption: "What each came to",
+        rows, numbers: 2, caption: "Results of each run",
       });
       const list = node("ul", { class: "list" }, ...sources.map((source) => node("li", {}, source.summary)));
       return node(
         "div", { class: "card" }, runs.length > 1 ? box : null,
-        node("details", {}, node("summary", {}, "Each in a sentence"), list),
+        node("details", {}, node("summary", {}, "Each run in a sentence"), list),
       );
     } };
   }
@@ -101,7 +101,8 @@
       return [{ key: "one", sign, make: () => node("div", { class: "card" }, pairs(with_[0].contract, "Contract")) }];
     }
     return [{ key: "many", sign, make: () => {
-      const names = [...new Set(with_.flatMap((source) => source.contract.map(([what]) => what)))];
+      const names = [...new Set(with_.flatMap((source) => source.contract.map(([what]) => what)))]
+        .filter((name) => name !== "record"); // the column heads name the runs
       const rows = names.map(
         (name) => [name, ...with_.map((source) => (source.contract.find(([what]) => what === name) || [name, "–"])[1])]
       );
@@ -133,7 +134,7 @@
         node(
           "h3", {},
           sources.length > 1
-            ? source.name : source.problems.length ? "What is missing or broken, and what the run said" : "What the run said",
+            ? source.name : source.problems.length ? "Problems, and notes of the run" : "Notes of the run",
         ),
         node(
           "ul", { class: "list" }, ...source.problems.map((text) => node("li", { class: "problem" }, text)),

@@ -1,12 +1,12 @@
-// The page: sections of cards and charts from sources. Paceline.render builds it, Paceline.update redraws it in place, so that a
-// zoom, the chosen x axis, hidden runs and open tables stay. This file comes last: it begins to draw.
+// The page: sections of cards and charts. Paceline.render builds it; Paceline.update redraws it in place and keeps the zoom, the
+// selected x axis, hidden runs and open tables. ORDER is the order of the sections. This file comes last: it starts drawing.
 "use strict";
 (() => {
   const { sections, state, givePlaces, startTheme, reconcile, node, overview } = window.Paceline;
   const ORDER = ["contract", "tools", "curves", "step", "scaling", "timeline", "study", "landscape", "notes", "environment"];
 
-  // options.chartsFirst: a run's charts come before its contract; a comparison still begins with what differs.
-  // options.headline: the sentence on top.
+  // options.chartsFirst: show a run's charts before its contract; a comparison still begins with what differs.
+  // options.headline: the sentence at the top.
   function render(root, sources, options = {}) {
     state.root = root;
     state.chartsFirst = Boolean(options.chartsFirst);
@@ -39,7 +39,7 @@
     return {
       key: id,
       make: () => {
-        if (id === "tools") return node("div", { class: "toolbar", role: "group", "aria-label": "What the charts show" });
+        if (id === "tools") return node("div", { class: "toolbar", role: "group", "aria-label": "Chart options" });
         const body = node("div", { class: grid ? "grid" : "" });
         return title
           ? node("section", { id, "aria-labelledby": `${id}-title` }, node("h2", { id: `${id}-title` }, title), body)

@@ -1,4 +1,4 @@
-// Scaling: speed and efficiency by workers, and all-reduces by themselves.
+// Scaling: speed and efficiency by worker count, and the time of an all-reduce without training.
 "use strict";
 (() => {
   const { lineStyle, safe, clip, isNumber, seconds, bytes, commas, node, table, chart, layout } = window.Paceline;
@@ -20,7 +20,7 @@
   function scalingFigure(sources, context) {
     const { look } = context, data = [];
     for (const source of sources) {
-      const rows = counts(source), style = lineStyle(context.colour(source.id), look.theme), first = rows[0],
+      const rows = counts(source), style = lineStyle(context.color(source.id), look.theme), first = rows[0],
         name = sources.length > 1 ? clip(source.name, 30) : "measured";
       data.push({
         type: "scatter", mode: "lines", name: sources.length > 1 ? safe(`${name}, linear`) : "linear",
@@ -46,7 +46,7 @@
     const unit = sources[0].scale.unit;
     const keys = [
       ...sources.map((source) => ({
-        name: sources.length > 1 ? source.name : "measured", color: lineStyle(context.colour(source.id), look.theme).color,
+        name: sources.length > 1 ? source.name : "measured", color: lineStyle(context.color(source.id), look.theme).color,
         mark: "line",
       })),
       { name: "linear", color: look.soft, mark: "dash" },
@@ -69,7 +69,7 @@
     const all = [...new Set(sources.flatMap((source) => counts(source).map((row) => row.workers)))].sort((a, b) => a - b);
     const data = sources.map((source) => {
       const rows = counts(source).filter((row) => isNumber(row.efficiency)),
-        style = lineStyle(context.colour(source.id), look.theme);
+        style = lineStyle(context.color(source.id), look.theme);
       return {
         type: "bar", name: safe(clip(source.name, 30)), x: rows.map((row) => all.indexOf(row.workers)),
         y: rows.map((row) => row.efficiency), marker: { color: style.color },
@@ -81,7 +81,7 @@
       ...(
         sources.length > 1
           ? sources.map(
-            (source) => ({ name: source.name, color: lineStyle(context.colour(source.id), look.theme).color, mark: "box" })
+            (source) => ({ name: source.name, color: lineStyle(context.color(source.id), look.theme).color, mark: "box" })
           )
           : []
       ),
@@ -100,7 +100,7 @@
             title: { text: "workers" }, tickvals: all.map((_, index) => index), ticktext: all.map(commas), fixedrange: true,
             showgrid: false,
           },
-          yaxis: { title: { text: "of linear" }, tickformat: ".0%", range: [0, most * 1.08], fixedrange: true },
+          yaxis: { title: { text: "share of linear" }, tickformat: ".0%", range: [0, most * 1.08], fixedrange: true },
         },
       ),
     };
@@ -127,7 +127,7 @@
         look,
         {
           hovermode: "closest", uirevision: "links", margin: { l: 56, r: 12, t: 8, b: 40 }, dragmode: false,
-          xaxis: { type: "log", title: { text: "message" }, tickvals: few, ticktext: few.map(bytes), fixedrange: true },
+          xaxis: { type: "log", title: { text: "message size" }, tickvals: few, ticktext: few.map(bytes), fixedrange: true },
           yaxis: { type: "log", title: { text: "ms" }, tickformat: "~g", fixedrange: true },
         },
       ),
@@ -147,13 +147,13 @@
     ).join("; ");
     const rows = () => scaleRows(found);
     items.push(chart({
-      key: "speed", title: "Speed against linear", hint: "bars: lowest and highest window",
+      key: "speed", title: "Speed compared with linear scaling", hint: "bars: slowest and fastest window",
       figure: (plot) => scalingFigure(found, plot),
       label: () => `Chart: speed by workers. ${said((row) => commas(row.samples_per_s))}.`,
     }));
     if (found.some((source) => source.scale.counts.some((row) => isNumber(row.efficiency)))) {
       items.push(chart({
-        key: "efficiency", title: "Efficiency", hint: "speed a worker, against the smallest count",
+        key: "efficiency", title: "Efficiency", hint: "speed per worker, relative to the smallest count",
         figure: (plot) => efficiencyFigure(found, plot),
         label: () => `Chart: efficiency by workers. ${said((row) => `${Math.round(100 * (row.efficiency || 0))}%`)}.`,
       }));
@@ -163,15 +163,15 @@
       make: () => node(
         "div", { class: "card wide" },
         table(
-          { ...rows(), caption: `Each count${found.length === 1 && found[0].scale.mode ? `, ${found[0].scale.mode} scaling` : ""}` }
+          { ...rows(), caption: `Every worker count${found.length === 1 && found[0].scale.mode ? `, ${found[0].scale.mode} scaling` : ""}` }
         ),
       ),
     });
     for (const source of found) {
       if (source.scale.links.length > 1) {
         items.push(chart({
-          key: `links ${source.id}`, title: found.length > 1 ? `All-reduce by itself: ${source.name}` : "An all-reduce by itself",
-          hint: "medians, nothing else going on", wide: true, height: 260, figure: (plot) => linksFigure(source, plot),
+          key: `links ${source.id}`, title: found.length > 1 ? `All-reduce without training: ${source.name}` : "An all-reduce without training",
+          hint: "medians; the workers do nothing else", wide: true, height: 260, figure: (plot) => linksFigure(source, plot),
           label: () => "Chart: time of an all-reduce by message size.",
           rows: () => ({
             head: ["workers", "message", "time"],

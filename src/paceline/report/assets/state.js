@@ -1,9 +1,13 @@
-// What is shown and in which colours: the sources, what the user chose of them, every run's place in the palette, light or dark.
-// This file comes first: it makes the namespace that the page's scripts share (page.py has their order).
+// State: the sources, what the user selected, each run's place in the palette, light or dark.
+// This file comes first: it creates the namespace that the page's scripts share (page.py has their order).
+//
+// To add a chart: write it in the file of its section (curves.js, steps.js, scaling.js, timeline.js, study.js, landscape.js), as
+// an item made by chart() from charts.js. For a new section: a new file that sets Paceline.sections.NAME = { title, make }, its
+// name in SCRIPTS (page.py) and in ORDER (page.js), and its data in what read_source returns (read.py).
 "use strict";
 window.Paceline = { sections: {} };
 (() => {
-  // Okabe and Ito's colours, darker for a light page and lighter for a dark one, so that lines can be told apart on both.
+  // Okabe and Ito's colors, darker on a light page and lighter on a dark one, so that lines can be told apart on both.
   const RUNS = {
     light: ["#0072b2", "#d55e00", "#00845f", "#b0458a", "#8a6d00", "#1f2937", "#6b4fbb", "#7c8594"],
     dark: ["#56b4e9", "#ff8a4c", "#2fcb9c", "#e58fc2", "#e6c229", "#f4f6fa", "#b39dff", "#8b95a5"],
@@ -12,13 +16,13 @@ window.Paceline = { sections: {} };
   const state = {
     root: null, sources: [], chartsFirst: false, x: "step", hidden: new Set(), log: new Map(), step: new Map(),
   };
-  const places = new Map(); // a run's id -> its place in the palette, while it is shown
+  const places = new Map(); // a run's id -> its place in the palette while it is shown
 
   const visible = (sources) => sources.filter((source) => !state.hidden.has(source.id));
   const trains = (sources) => sources.filter((source) => source.kind === "train");
 
-  // ---- colours --------------------------------------------------------------------------------------------------
-  // A run that is new takes the first place that is free, and keeps it while it is shown; one that is gone gives its place back.
+  // ---- colors --------------------------------------------------------------------------------------------------
+  // A new run takes the first free place and keeps it while it is shown; then the place is free again.
   function givePlaces(sources) {
     const ids = new Set(sources.map((source) => source.id));
     for (const id of [...places.keys()]) if (!ids.has(id)) places.delete(id);
@@ -32,15 +36,15 @@ window.Paceline = { sections: {} };
     }
   }
 
-  const colourPlace = (id) => places.get(id) ?? 0;
+  const colorPlace = (id) => places.get(id) ?? 0;
 
   function lineStyle(place, theme) {
     const palette = RUNS[theme];
     return { color: palette[place % palette.length], dash: DASHES[Math.floor(place / palette.length) % DASHES.length] };
   }
 
-  // The colour of a run's lines; undefined for one that is not shown.
-  const colour = (id) => (places.has(id) ? lineStyle(places.get(id), theme()).color : undefined);
+  // The color of a run's lines; undefined for a run that is not shown.
+  const color = (id) => (places.has(id) ? lineStyle(places.get(id), theme()).color : undefined);
 
   // ---- light and dark -------------------------------------------------------------------------------------------
   const theme = () => (document.documentElement.dataset.theme === "dark" ? "dark" : "light");
@@ -50,11 +54,11 @@ window.Paceline = { sections: {} };
     const button = document.getElementById("theme");
     if (button) {
       button.textContent = value === "dark" ? "Light" : "Dark";
-      button.setAttribute("aria-label", `Switch to ${value === "dark" ? "light" : "dark"} colours`);
+      button.setAttribute("aria-label", `Switch to ${value === "dark" ? "light" : "dark"} colors`);
     }
     if (keep) {
       try { localStorage.setItem("paceline-theme", value); } catch {
-        /* a page from a file may have no storage: the choice lasts as long as the page */
+        /* a page opened from a file may have no storage: the choice lasts as long as the page */
       }
     }
     window.Paceline.redraw();
@@ -65,7 +69,7 @@ window.Paceline = { sections: {} };
     const dark = matchMedia("(prefers-color-scheme: dark)");
     let kept = null;
     try { kept = localStorage.getItem("paceline-theme"); } catch { /* as above */ }
-    let wish = kept === "dark" || kept === "light" ? kept : null; // the system's, until somebody says otherwise
+    let wish = kept === "dark" || kept === "light" ? kept : null; // null: follow the system
     const follow = () => setTheme(wish || (dark.matches ? "dark" : "light"), false);
     follow();
     dark.addEventListener("change", follow);
@@ -73,5 +77,5 @@ window.Paceline = { sections: {} };
     if (button) button.addEventListener("click", () => setTheme((wish = theme() === "dark" ? "light" : "dark"), true));
   }
 
-  Object.assign(window.Paceline, { state, visible, trains, givePlaces, colourPlace, lineStyle, colour, theme, startTheme });
+  Object.assign(window.Paceline, { state, visible, trains, givePlaces, colorPlace, lineStyle, color, theme, startTheme });
 })();

@@ -1,4 +1,4 @@
-// Where a step's time went: its parts, over a whole run or for each count of workers, and while one run trained.
+// Where a step's time went: its components, for each run or worker count, and over the course of one run.
 "use strict";
 (() => {
   const {
@@ -14,24 +14,28 @@
     },
   };
 
-  // bars: [{label, parts: {input: s, ...}}], drawn top to bottom.
-  function partsFigure(bars, context) {
-    const { look } = context, names = [...new Set(bars.flatMap((bar) => Object.keys(bar.parts)))];
-    const totals = bars.map((bar) => Object.values(bar.parts).reduce((a, b) => a + b, 0));
+  const colorOf = (component, look) => COMPONENTS[look.theme][component] || COMPONENTS[look.theme].other;
+  const PREFIX = "components_s."; // of the columns of a health row
+  const componentOf = (column) => column.slice(PREFIX.length);
+
+  // bars: [{label, components: {input: seconds, ...}}], drawn top to bottom.
+  function componentsFigure(bars, context) {
+    const { look } = context, names = [...new Set(bars.flatMap((bar) => Object.keys(bar.components)))];
+    const totals = bars.map((bar) => Object.values(bar.components).reduce((a, b) => a + b, 0));
     const data = names.map((name) => ({
       type: "bar", orientation: "h", name: safe(name), meta: name, uid: uid(name), y: bars.map((_, index) => index),
-      x: bars.map((bar) => (bar.parts[name] || 0) * 1e3),
-      marker: { color: COMPONENTS[look.theme][name] || COMPONENTS[look.theme].other, line: { color: look.card, width: 1 } },
+      x: bars.map((bar) => (bar.components[name] || 0) * 1e3),
+      marker: { color: colorOf(name, look), line: { color: look.card, width: 1 } },
       text: bars.map((bar, index) => (
-        (bar.parts[name] || 0) / totals[index] >= (look.narrow ? 0.14 : 0.06)
-          ? `${Math.round((100 * bar.parts[name]) / totals[index])}%` : ""
+        (bar.components[name] || 0) / totals[index] >= (look.narrow ? 0.14 : 0.06)
+          ? `${Math.round((100 * bar.components[name]) / totals[index])}%` : ""
       )),
       textposition: "inside", insidetextanchor: "middle", textangle: 0,
       insidetextfont: {
         color: look.theme === "dark" ? "#10141a" : name === "communication" || name === "other" ? "#1a1e26" : "#ffffff",
       },
       customdata: bars.map(
-        (bar, index) => `${seconds(bar.parts[name] || 0)} (${Math.round((100 * (bar.parts[name] || 0)) / totals[index])}%)`
+        (bar, index) => `${seconds(bar.components[name] || 0)} (${Math.round((100 * (bar.components[name] || 0)) / totals[index])}%)`
       ),
       hovertemplate: `${safe(name)}: %{customdata}<extra></extra>`,
     }));
@@ -39,8 +43,8 @@
     return {
       height, data, keys: keysOf(data),
       layout: layout(look, {
-        barmode: "stack", bargap: 0.28, hovermode: "closest", uirevision: "parts", dragmode: false,
-        xaxis: { title: { text: "ms a step" }, fixedrange: true, tickformat: ",.6~g" },
+        barmode: "stack", bargap: 0.28, hovermode: "closest", uirevision: "components", dragmode: false,
+        xaxis: { title: { text: "ms per step" }, fixedrange: true, tickformat: ",.6~g" },
         yaxis: {
           tickvals: bars.map((_, index) => index),
           ticktext: bars.map((bar) => safe(bars.length > 1 ? clip(bar.label, look.narrow ? 14 : 30) : "")), autorange: "reversed",
@@ -50,36 +54,36 @@
     };
   }
 
-  function partsTable(bars) {
-    const names = [...new Set(bars.flatMap((bar) => Object.keys(bar.parts)))];
+  function componentsTable(bars) {
+    const names = [...new Set(bars.flatMap((bar) => Object.keys(bar.components)))];
     return {
       head: ["", ...names, "step"],
       rows: bars.map((bar) => [
-        bar.label, ...names.map((name) => (isNumber(bar.parts[name]) ? seconds(bar.parts[name]) : "–")),
-        seconds(Object.values(bar.parts).reduce((a, b) => a + b, 0)),
+        bar.label, ...names.map((name) => (isNumber(bar.components[name]) ? seconds(bar.components[name]) : "–")),
+        seconds(Object.values(bar.components).reduce((a, b) => a + b, 0)),
       ]),
       numbers: 1,
     };
   }
 
-  // How the parts of a step changed while one run trained: a health row stands for the steps since the one before it.
+  // How the components of a step changed during a run. A health row stands for the steps since the row before it.
   function healthFigure(source, context) {
     const { look, x } = context, health = source.series.health,
-      names = Object.keys(health).filter((name) => name.startsWith("components_s."));
+      names = Object.keys(health).filter((name) => name.startsWith(PREFIX));
     const axis = xAxis([source], x), at = column(source, "health", x) || [];
     const kept = at.map((_, index) => index).filter((index) => isNumber(at[index]) && (index === 0 || at[index] > at[index - 1]));
     const xs = [0, ...kept.map((index) => at[index] / axis.by)];
     return {
       data: names.map((name) => {
-        const part = name.slice(8), ys = kept.map((index) => (health[name][index] || 0) * 1e3),
-          color = COMPONENTS[look.theme][part] || COMPONENTS[look.theme].other;
+        const component = componentOf(name), ys = kept.map((index) => (health[name][index] || 0) * 1e3),
+          color = colorOf(component, look);
         return {
-          type: "scatter", mode: "lines", stackgroup: "parts", name: safe(part), uid: uid(name), x: xs, y: [ys[0], ...ys],
-          line: { shape: "vh", width: 0, color }, fillcolor: color, hovertemplate: `${safe(part)}: %{y:.3~g} ms<extra></extra>`,
+          type: "scatter", mode: "lines", stackgroup: "components", name: safe(component), uid: uid(name), x: xs, y: [ys[0], ...ys],
+          line: { shape: "vh", width: 0, color }, fillcolor: color, hovertemplate: `${safe(component)}: %{y:.3~g} ms<extra></extra>`,
         };
       }),
       keys: names.map(
-        (name) => ({ name: name.slice(8), color: COMPONENTS[look.theme][name.slice(8)] || COMPONENTS[look.theme].other, mark: "box" })
+        (name) => ({ name: componentOf(name), color: colorOf(componentOf(name), look), mark: "box" })
       ),
       layout: layout(
         look,
@@ -89,7 +93,7 @@
             title: { text: axis.title }, hoverformat: ",.5~g", tickformat: x === "time_s" ? "" : ",.10~g",
             unifiedhovertitle: { text: `up to ${axis.title} %{x:,.4~r}` },
           },
-          yaxis: { title: { text: "ms a step" }, tickformat: ",.6~g" },
+          yaxis: { title: { text: "ms per step" }, tickformat: ",.6~g" },
         },
       ),
     };
@@ -98,11 +102,11 @@
   function step(sources) {
     const items = [], runs = trains(visible(sources)).filter((source) => source.where);
     const scales = sources.filter((source) => source.scale),
-      bars = runs.map((source) => ({ label: source.name, parts: source.where.components_s }));
+      bars = runs.map((source) => ({ label: source.name, components: source.where.components_s }));
     for (const source of scales) {
       bars.push(...source.scale.counts.filter((row) => Object.keys(row.components_s).length).map((row) => ({
         label: `${commas(row.workers)} worker${row.workers === 1 ? "" : "s"}${scales.length > 1 ? ", " + source.name : ""}`,
-        parts: row.components_s,
+        components: row.components_s,
       })));
     }
     if (!bars.length) return items;
@@ -112,20 +116,20 @@
         { key: "about", sign: about, make: () => node("ul", { class: "list text" }, ...about.map((text) => node("li", {}, text))) }
       );
     }
-    const biggest = (bar) => Object.entries(bar.parts).sort((a, b) => b[1] - a[1])[0];
+    const biggest = (bar) => Object.entries(bar.components).sort((a, b) => b[1] - a[1])[0];
     const mostly = (bar) => `${bar.label}: mostly ${biggest(bar)[0]}, ${seconds(biggest(bar)[1])}`;
     items.push(chart({
-      key: "parts", title: "Parts of a step",
-      hint: "means over workers and steps; communication is what the backward pass does not hide", wide: true,
-      height: 58 + 40 * bars.length, figure: (plot) => partsFigure(bars, plot),
-      label: () => `Chart: the parts of a step. ${bars.map(mostly).join("; ")}.`, rows: () => partsTable(bars),
+      key: "components", title: "Components of a step",
+      hint: "means over workers and steps; communication is only what the backward pass does not hide", wide: true,
+      height: 58 + 40 * bars.length, figure: (plot) => componentsFigure(bars, plot),
+      label: () => `Chart: the components of a step. ${bars.map(mostly).join("; ")}.`, rows: () => componentsTable(bars),
     }));
     for (const source of runs.length === 1 ? runs : []) {
       if (source.where.rows > 2) {
         items.push(chart({
-          key: `health ${source.id}`, title: "Parts of a step, while it trained", wide: true, height: 280,
+          key: `health ${source.id}`, title: "Components of a step during the run", wide: true, height: 280,
           figure: (plot) => healthFigure(source, plot),
-          label: () => `Chart: the parts of a step of ${source.name} over its ${source.where.rows} health rows.`,
+          label: () => `Chart: the components of a step of ${source.name} over its ${source.where.rows} health rows.`,
         }));
       }
     }
@@ -135,8 +139,8 @@
   function health(source) {
     const { slowest, lag_s } = source.where, said = [];
     const behind = isNumber(lag_s) ? `, which was ${seconds(lag_s)} behind the median worker` : "";
-    if (isNumber(slowest)) said.push(`the others mostly waited for worker ${slowest}${behind}`);
-    if (isNumber(source.last.memory_bytes)) said.push(`${bytes(source.last.memory_bytes)} of memory in the largest worker`);
+    if (isNumber(slowest)) said.push(`the other workers mostly waited for worker ${slowest}${behind}`);
+    if (isNumber(source.last.memory_bytes)) said.push(`${bytes(source.last.memory_bytes)} of memory in the worker that uses most`);
     return said.length ? `${source.name}: ${said.join("; ")}.` : "";
   }
 

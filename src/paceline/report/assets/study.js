@@ -1,19 +1,19 @@
-// Studies, arm by arm with their verdicts, and the loss surface around a model.
+// Studies: the arms and their verdicts.
 "use strict";
 (() => {
-  const { visible, lineStyle, safe, clip, isNumber, plain, time, node, table, chart, layout } = window.Paceline;
+  const { lineStyle, safe, clip, isNumber, plain, time, node, table, chart, layout } = window.Paceline;
 
   function studyFigure(study, context) {
     const { look } = context, arms = study.arms.filter((arm) => arm.values.length),
       seeds = arms.flatMap((arm, index) => arm.values.map((value) => [value, index]));
     const tones = {
       better: look.good, equal: look.good, "no worse": look.good, worse: look.bad, undecided: look.warn, reference: look.ink,
-    }, colours = arms.map((arm) => tones[arm.verdict] || look.soft);
+    }, colors = arms.map((arm) => tones[arm.verdict] || look.soft);
     const data = [
       ...arms.map((arm, index) => ({
         type: "scatter", mode: "markers", uid: `mean${index}`, x: [arm.mean], y: [index],
-        marker: { size: 13, symbol: "line-ns-open", color: colours[index], line: { width: 3, color: colours[index] } },
-        error_x: { type: "data", array: [arm.sd || 0], visible: Boolean(arm.sd), color: colours[index], thickness: 2, width: 5 },
+        marker: { size: 13, symbol: "line-ns-open", color: colors[index], line: { width: 3, color: colors[index] } },
+        error_x: { type: "data", array: [arm.sd || 0], visible: Boolean(arm.sd), color: colors[index], thickness: 2, width: 5 },
         hovertemplate: `<b>${safe(clip(arm.name, 60))}</b><br>${safe(study.metric)} ${safe(arm.spread)}<br>${safe(arm.verdict)}<extra></extra>`,
       })),
       {
@@ -33,7 +33,7 @@
       : [];
     const verdicts = [
       ["better, equal or no worse", look.good], ["undecided", look.warn], ["worse", look.bad], ["no verdict", look.soft],
-    ].filter(([, colour]) => colours.includes(colour));
+    ].filter(([, color]) => colors.includes(color));
     return {
       height: 58 + 24 * arms.length, data,
       keys: [
@@ -49,37 +49,6 @@
             tickvals: arms.map((_, index) => index), ticktext: arms.map((arm) => safe(clip(arm.name, look.narrow ? 16 : 44))),
             range: [arms.length - 0.4, -0.6], fixedrange: true, tickfont: { size: 11 },
           },
-        },
-      ),
-    };
-  }
-
-  function landscapeFigure(landscape, context) {
-    const { look } = context, all = landscape.loss.flat().filter((value) => isNumber(value) && value > 0);
-    const least = all.reduce((a, b) => Math.min(a, b), Infinity), most = all.reduce((a, b) => Math.max(a, b), 0),
-      log = most / least > 30;
-    const z = landscape.loss.map((row) => row.map((value) => (log ? (value > 0 ? Math.log10(value) : null) : value)));
-    const ends = log ? [Math.log10(least), Math.log10(most)] : null;
-    const ticks = log ? Array.from({ length: 6 }, (_, index) => ends[0] + ((ends[1] - ends[0]) * index) / 5) : undefined;
-    return {
-      height: Math.min(520, 0.8 * look.width + 60), width: 640,
-      data: [
-        {
-          type: "contour", x: landscape.x, y: landscape.y, z, colorscale: "Viridis", ncontours: 24,
-          line: { width: 0.5, color: "rgba(255,255,255,.35)" },
-          colorbar: {
-            title: { text: log ? "loss (log)" : "loss", font: { color: look.soft } }, thickness: 12, outlinewidth: 0,
-            tickvals: ticks, ticktext: ticks && ticks.map((tick) => plain(+(10 ** tick).toPrecision(2))),
-            tickfont: { color: look.ink },
-          },
-          customdata: landscape.loss, hovertemplate: "x %{x:.3~g}, y %{y:.3~g}: loss %{customdata:.4~g}<extra></extra>",
-        },
-      ],
-      layout: layout(
-        look,
-        {
-          hovermode: "closest", uirevision: "landscape", xaxis: { title: { text: "first direction" }, constrain: "domain" },
-          yaxis: { title: { text: "second direction" }, scaleanchor: "x", constrain: "domain" },
         },
       ),
     };
@@ -102,7 +71,7 @@
       if (ended.length) {
         items.push(chart({
           key: `chart ${source.id}`, title: `${title}: ${found.metric} by arm`,
-          hint: `band: ${found.reference} ± ${plain(found.margin)}, what counts as equal`, wide: true,
+          hint: `band: ${found.reference} ± ${plain(found.margin)}, which counts as equal`, wide: true,
           height: 58 + 24 * ended.length, figure: (plot) => studyFigure(found, plot),
           label: () => `Chart: ${found.metric} by arm. ${ended.map((arm) => `${arm.name} ${arm.spread}`).join("; ")}.`,
         }));
@@ -132,15 +101,5 @@
     return items;
   }
 
-  function landscape(sources) {
-    return visible(sources).filter((source) => source.landscape).map((source) => chart({
-      key: `landscape ${source.id}`, title: sources.length > 1 ? source.name : "Loss around the model",
-      hint: source.landscape.about, wide: visible(sources).filter((each) => each.landscape).length === 1, height: 460,
-      figure: (plot) => landscapeFigure(source.landscape, plot),
-      label: () => `Chart: contours of the loss. ${source.landscape.about}`,
-    }));
-  }
-
   window.Paceline.sections.study = { title: "Study", make: study };
-  window.Paceline.sections.landscape = { title: "Loss surface", grid: true, make: landscape };
 })();

@@ -1,4 +1,4 @@
-// The timeline of a few steps: one row a worker, and DDP's buckets below.
+// The timeline of a few profiled steps: one row per worker, and DDP's buckets below.
 "use strict";
 (() => {
   const { state, visible, safe, clip, isNumber, seconds, bytes, plain, node, table, chart, layout, keysOf } = window.Paceline;
@@ -13,9 +13,9 @@
       optimizer: "#e58fc2", other: "#8b95a5",
     },
   };
-  const SPAN_WORDS = { hidden: "all-reduce, behind the backward pass", exposed: "all-reduce, not hidden", waiting: "waiting for slower workers" };
+  const SPAN_WORDS = { hidden: "all-reduce, hidden by the backward pass", exposed: "all-reduce, exposed", waiting: "waiting for slower workers" };
 
-  // One row a worker, two lanes in it: what it computes above, its all-reduces below.
+  // One row per worker with two lanes: its computation above, its all-reduces below.
   function timelineFigure(timeline, context, range) {
     const { look } = context, place = new Map(timeline.workers.map((worker, index) => [worker, index])),
       kinds = Object.keys(SPANS.light);
@@ -70,7 +70,7 @@
     };
   }
 
-  // A bar says what it is where there is room for it: about 6.5 px a letter.
+  // A bar has a label if there is room for it: about 6.5 px per letter.
   function label(bar, timeline, context, range) {
     const name = bar.kind === "hidden" || bar.kind === "exposed" ? (isNumber(bar.bucket) ? String(bar.bucket) : "") : bar.name;
     const span = range ? range[1] - range[0] : timeline.end_ms, room = (bar.took_ms / span) * (context.look.width - 90);
@@ -81,7 +81,7 @@
     const lines = [`<b>${safe(bar.name)}</b>, worker ${bar.worker}${isNumber(bar.step) ? `, step ${bar.step}` : ""}`];
     lines.push(
       isNumber(bar.all_ms)
-        ? `took ${seconds(bar.all_ms / 1e3)}, ${seconds(bar.hidden_ms / 1e3)} of it behind the backward pass`
+        ? `took ${seconds(bar.all_ms / 1e3)}, ${seconds(bar.hidden_ms / 1e3)} of it hidden by the backward pass`
         : `took ${seconds(bar.took_ms / 1e3)}`
     );
     if (isNumber(bar.bytes)) lines.push(bytes(bar.bytes));
@@ -93,7 +93,7 @@
     for (const source of visible(sources)) {
       const found = source.timeline;
       if (!found) continue;
-      const name = sources.length > 1 ? `${source.name}: a few steps` : "A few steps, worker by worker";
+      const name = sources.length > 1 ? `${source.name}: a few steps` : "A few steps on each worker";
       const first = innerWidth < 640 && found.steps.length > 1 ? found.steps[0].step : undefined; // a phone has room for one step
       const picked = state.step.has(source.id) ? state.step.get(source.id) : first,
         chosen = found.steps.find((each) => each.step === picked), pad = chosen ? (chosen.end_ms - chosen.start_ms) * 0.02 : 0;
@@ -119,20 +119,20 @@
         : [];
       const facts = [
         found.backend && `backend ${found.backend}`, found.reduce && `reduce ${found.reduce}`,
-        found.replayed && "launched one by one, while other steps are replayed from a CUDA graph",
+        found.replayed && "these steps were launched kernel by kernel; the others are replayed from a CUDA graph",
       ].filter(Boolean).join(", ");
       const took = (kind) => found.bars.filter((bar) => bar.kind === kind).reduce((sum, bar) => sum + bar.took_ms, 0),
         hidden = took("hidden"), exposed = took("exposed");
       const overlap = hidden + exposed > 0
-        ? `${Math.round((100 * hidden) / (hidden + exposed))}% of the all-reduce time lies behind the backward pass` : "";
+        ? `${Math.round((100 * hidden) / (hidden + exposed))}% of the all-reduce time is hidden by the backward pass` : "";
       items.push(chart({
         key: `timeline ${source.id}`, title: name, hint: [facts, overlap].filter(Boolean).join("; "), wide: true, tools,
         height: 66 + Math.max(70, 62 * found.workers.length), figure: (plot) => timelineFigure(found, plot, range),
         label: () => `Chart: timeline of ${found.steps.length} steps on ${found.workers.length} workers. ${overlap}.`,
         rows: () => ({
-          head: ["worker", "step", "what", "begins", "takes"],
+          head: ["worker", "step", "what", "starts at", "takes"],
           rows: found.bars.slice(0, 400).map((bar) => [
-            `worker ${bar.worker}`, plain(bar.step), bar.kind === "hidden" ? `${bar.name} (behind the backward pass)` : bar.name,
+            `worker ${bar.worker}`, plain(bar.step), bar.kind === "hidden" ? `${bar.name} (hidden by the backward pass)` : bar.name,
             seconds(bar.start_ms / 1e3), seconds(bar.took_ms / 1e3),
           ]),
           numbers: 3,
@@ -155,13 +155,13 @@
           isNumber(row.hidden_s) && row.took_s > 0 ? `${Math.round((100 * row.hidden_s) / row.took_s)}%` : "–",
           clip(`${row.count}: ${row.parameters.join(", ")}`, 160),
         ]),
-        caption: "Buckets, in the order they are reduced: ready after the backward pass began; means over steps and workers",
+        caption: "Buckets, in the order they are reduced. Ready: time since the backward pass began. Means over steps and workers",
         numbers: 1,
       }));
       card.querySelectorAll("tr > :last-child").forEach((cell) => cell.classList.replace("num", "words"));
     }
     const left = [
-      found.left_out ? `${found.left_out} more workers are in the file.` : "", found.cut ? "Only its first spans are drawn." : "",
+      found.left_out ? `${found.left_out} more workers are in the file.` : "", found.cut ? "Only the first spans are drawn." : "",
     ].filter(Boolean).join(" ");
     card.append(
       node("p", { class: "text soft" }, `The record's timeline.json also opens in ui.perfetto.dev or chrome://tracing. ${left}`)

@@ -1,4 +1,4 @@
-// Numbers and names as words. Text from records goes through safe() before plotly has it, which reads some HTML in labels.
+// Numbers and names as text. Text from records goes through safe() before plotly gets it: plotly reads some HTML in labels.
 "use strict";
 (() => {
   const safe = (text) =>
@@ -8,8 +8,8 @@
       .replace(/>/g, "&gt;")
       .replace(/\{/g, "&#123;")
       .replace(/\$/g, "&#36;");
-  // What plotly knows a trace by over redraws. It becomes part of a selector, so it is letters and digits.
-  const uid = (...parts) => parts.join("-").replace(/[^\w-]/g, (character) => `_${character.codePointAt(0)}`);
+  // How plotly recognizes a trace between redraws. It is used in a selector, so it has only letters and digits.
+  const uid = (...names) => names.join("-").replace(/[^\w-]/g, (character) => `_${character.codePointAt(0)}`);
   const clip = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
   const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
   const seconds = (s) => (
@@ -22,22 +22,22 @@
       ? `${+(n / 2 ** 30).toPrecision(3)} GiB` : n >= 2 ** 20 ? `${+(n / 2 ** 20).toPrecision(3)} MiB` : n >= 1024
       ? `${+(n / 1024).toPrecision(3)} KiB` : `${n} B`
   );
-  const commas = (n) => n.toLocaleString("en-GB", { maximumFractionDigits: Math.abs(n) < 100 ? 2 : 0 });
+  const commas = (n) => n.toLocaleString("en-US", { maximumFractionDigits: Math.abs(n) < 100 ? 2 : 0 });
   const plain = (n) => (
     !isNumber(n)
       ? "–" : n === 0 ? "0" : Math.abs(n) >= 1e4 || (Number.isInteger(n) && Math.abs(n) >= 1e3) ? commas(n) : Math.abs(n) < 1e-4
       ? n.toExponential(2) : String(+n.toPrecision(5))
   );
-  // A loss or an accuracy: four decimals, or four significant digits where those would say nothing.
+  // A loss or an accuracy: four decimals, or four significant digits if it is very small or large.
   const figure = (n) => (n === 0 || (Math.abs(n) >= 1e-3 && Math.abs(n) < 1e4) ? n.toFixed(4) : n.toPrecision(4));
-  // Rounded before it is divided: there is no 60th second.
+  // Rounded before it is divided, so that it never says 60 s.
   const time = (s) => {
     if (!isNumber(s)) return "–";
     if (s < 59.95) return s < 1 ? seconds(s) : `${s.toFixed(1)} s`;
     const [whole, large, small] = Math.round(s) < 3600 ? [Math.round(s), "min", "s"] : [Math.round(s / 60), "h", "min"];
     return `${Math.floor(whole / 60)} ${large}${whole % 60 ? ` ${whole % 60} ${small}` : ""}`;
   };
-  // What the samples of these runs are called: "samples" where they differ.
+  // What the samples of these runs are called: "samples" if they differ.
   const unitOf = (sources) => {
     const all = new Set(sources.map((source) => source.unit || "samples"));
     return all.size === 1 ? [...all][0] : "samples";

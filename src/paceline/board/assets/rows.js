@@ -1,4 +1,4 @@
-// The list of runs: a real table of which only the rows in sight exist, so that thousands scroll smoothly.
+// The list of runs: a real table in which only the visible rows exist, so that thousands scroll smoothly.
 // Everything from a record is set as text, never as HTML.
 
 const { commas, figure, isNumber, node } = window.Paceline;
@@ -8,30 +8,30 @@ const fixed = (value) => (isNumber(value) ? figure(value) : "");
 export const COLUMNS = [
   { key: "name", title: "run", first: 1 },
   { key: "status", title: "status", first: 1 },
-  { key: "when", title: "begun", show: (value) => ago(value), first: -1 },
+  { key: "when", title: "started", show: (value) => ago(value), first: -1 },
   { key: "accuracy", title: "accuracy", show: fixed, first: -1 },
   { key: "loss", title: "loss", show: fixed, first: 1 },
   { key: "samples_per_s", title: "samples/s", show: count, first: -1 },
   { key: "steps", title: "steps", show: count, first: -1 },
-  { key: "workers", title: "P", show: count, first: -1, about: "workers: processes with a device each" },
+  { key: "workers", title: "P", show: count, first: -1, about: "workers: processes, each with one device" },
   { key: "virtual_workers", title: "V", show: count, first: -1, about: "virtual workers: parts of a global batch" },
-  { key: "global_batch", title: "global batch", show: count, first: -1, about: "samples a step" },
+  { key: "global_batch", title: "global batch", show: count, first: -1, about: "samples per step" },
   { key: "optimizer", title: "optimizer", first: 1 },
   { key: "task", title: "task", first: 1 },
 ];
 
 const WHEN = COLUMNS.findIndex((column) => column.key === "when");
-const OVERSCAN = 12; // rows above and below those in sight
-const MINUTE_MS = 60000; // how often it is said anew how long ago runs began
-const TAIL = 11; // letters at a long name's end that are always shown: runs of one task differ in their time alone
+const OVERSCAN = 12; // rows above and below the visible ones
+const MINUTE_MS = 60000; // how often the age of runs is updated
+const TAIL = 11; // characters at the end of a long name that are always shown: runs of one task differ only in their time
 
-/** Make the list. `on.toggle(id)`, `on.only(id)` and `on.sort(key)` are called when the user asks for it. */
+/** Make the list. The user's actions call `on.toggle(id)`, `on.only(id)` and `on.sort(key)`. */
 export function makeRows(frame, on) {
   const table = frame.querySelector("table");
   const body = table.tBodies[0];
-  let shown = []; // the summaries in order
-  let chosen = new Map(); // id -> colour
-  let active = null; // the id of the row that Tab reaches
+  let shown = []; // the summaries, in order
+  let chosen = new Map(); // id -> color
+  let active = null; // the id of the row that Tab focuses
   let rows = new Map(); // id -> {tr, summary}
   const above = spacer();
   const below = spacer();
@@ -41,8 +41,8 @@ export function makeRows(frame, on) {
     const height = rowHeight();
     const top = Math.max(0, Math.floor(frame.scrollTop / height) - OVERSCAN);
     const bottom = Math.min(shown.length, top + Math.ceil(frame.clientHeight / height) + 2 * OVERSCAN);
-    const inSight = shown.slice(top, bottom);
-    const ids = new Set(inSight.map((summary) => summary.id));
+    const inView = shown.slice(top, bottom);
+    const ids = new Set(inView.map((summary) => summary.id));
     const focused = body.contains(document.activeElement) ? document.activeElement.closest("tr").dataset.id : null;
     for (const [id, row] of rows) {
       if (!ids.has(id)) {
@@ -50,11 +50,11 @@ export function makeRows(frame, on) {
         rows.delete(id);
       }
     }
-    if (!ids.has(active)) active = inSight.length ? (shown[Math.floor(frame.scrollTop / height)] || inSight[0]).id : null;
+    if (!ids.has(active)) active = inView.length ? (shown[Math.floor(frame.scrollTop / height)] || inView[0]).id : null;
     above.firstChild.style.height = `${top * height}px`;
     below.firstChild.style.height = `${(shown.length - bottom) * height}px`;
     let before = above;
-    inSight.forEach((summary, index) => {
+    inView.forEach((summary, index) => {
       const row = rows.get(summary.id) || makeRow(summary.id);
       if (row.summary !== summary) fill(row, summary);
       mark(row, top + index);
@@ -82,11 +82,11 @@ export function makeRows(frame, on) {
   }
 
   function mark(row, index) {
-    const colour = chosen.get(row.summary.id);
+    const color = chosen.get(row.summary.id);
     row.tr.setAttribute("aria-rowindex", index + 2);
-    row.tr.classList.toggle("is-chosen", colour !== undefined);
-    row.tr.style.setProperty("--colour", colour || "transparent");
-    row.box.checked = colour !== undefined;
+    row.tr.classList.toggle("is-chosen", color !== undefined);
+    row.tr.style.setProperty("--color", color || "transparent");
+    row.box.checked = color !== undefined;
     row.box.tabIndex = row.summary.id === active ? 0 : -1;
   }
 
@@ -137,25 +137,25 @@ export function makeRows(frame, on) {
     });
   });
   new ResizeObserver(draw).observe(frame);
-  const tick = () => document.hidden || rows.forEach(tellAge);
+  const tick = () => document.hidden || rows.forEach(showAge);
   setInterval(tick, MINUTE_MS);
   document.addEventListener("visibilitychange", tick);
   body.replaceChildren(above, below);
 
   return {
-    /** Show these summaries in this order; `colours` has those that are chosen, `unit` is what samples are called. */
-    show(summaries, colours, sort, unit) {
+    /** Show these summaries in this order; `colors` has those that are selected, `unit` is what samples are called. */
+    show(summaries, colors, sort, unit) {
       shown = summaries;
-      chosen = colours;
+      chosen = colors;
       for (const [key, th] of heads) {
         th.setAttribute("aria-sort", key !== sort.key ? "none" : sort.way > 0 ? "ascending" : "descending");
       }
       heads.get("samples_per_s").firstChild.textContent = `${unit}/s`;
       draw();
     },
-    /** The chosen ones have these colours now. */
-    recolour(colours) {
-      chosen = colours;
+    /** Change the colors of the selected runs. */
+    recolor(colors) {
+      chosen = colors;
       draw();
     },
     focusFirst() {
@@ -206,11 +206,11 @@ function fill(row, summary) {
     setText(row.cells[index], said);
     if (column.key === "when" || !column.show) row.cells[index].title = value || "";
   });
-  tellAge(row);
+  showAge(row);
 }
 
-/** Say how long ago a row's run began: in its cell, and under its name where a phone has no such cell. */
-function tellAge({ summary, sub, cells }) {
+/** Show how long ago a run started: in its cell, and under its name on a phone, which has no such cell. */
+function showAge({ summary, sub, cells }) {
   const age = ago(summary.when);
   const facts = [summary.kind === "train" ? null : summary.kind, age, summary.workers && `P ${summary.workers}`, summary.task];
   setText(sub, facts.filter(Boolean).join(" · "));

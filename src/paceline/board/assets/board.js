@@ -1,29 +1,29 @@
-// The board: what is chosen, sorted and filtered (all of it in the address), and a stream of events that keeps it up to date.
-// rows.js draws the list; the report of what is chosen is the page's (window.Paceline).
+// The board: selection, sorting and filtering (all kept in the URL), and a stream of events that keeps the page up to date.
+// rows.js draws the list; the report's scripts (window.Paceline) draw the selected runs.
 
 import { COLUMNS, makeRows } from "./rows.js";
 
-const { colour, commas, key, node, unitOf } = window.Paceline;
+const { color, commas, key, node, unitOf } = window.Paceline;
 
-const MOST = 24; // runs compared at once, as the server has it
-const PATIENCE_MS = 60000; // a page nobody looks at gives its connection back: browsers have six for a server
+const MOST = 24; // runs compared at once; the server has the same limit
+const PATIENCE_MS = 60000; // a hidden page closes its connection after this: browsers allow six per server
 
 const $ = (id) => document.getElementById(id);
 const runs = new Map(); // id -> summary
-const sources = new Map(); // id -> record, of those chosen
+const sources = new Map(); // id -> record, of the selected runs
 const state = { run: [], sort: { key: "when", way: -1 }, q: "", status: "", x: "" };
 let pending = 0;
 let since = "";
 let stream = null;
 let drawn = false;
 let headline = "";
-let told = false; // whether the list came
-let lost = ""; // of those chosen, which are not here
-let first = true; // whether a run may be chosen for a user who chose none
+let listed = false; // whether the list has arrived
+let lost = ""; // the selected runs that are missing
+let first = true; // whether the newest run may be selected, because the user selected none
 
 const list = makeRows($("rows"), { toggle, only, sort: sortBy });
 
-// --- the address
+// --- the URL
 
 function readAddress() {
   const said = new URLSearchParams(location.hash.slice(1));
@@ -42,15 +42,15 @@ function writeAddress() {
   const sort = (state.sort.way < 0 ? "-" : "") + state.sort.key;
   if (sort !== "-when") said.set("sort", sort);
   for (const name of ["q", "status", "x"]) if (state[name]) said.set(name, state[name]);
-  history.replaceState(null, "", `${location.pathname}#${said}`); // without the token, which a cookie holds by now
+  history.replaceState(null, "", `${location.pathname}#${said}`); // without the token, which is now in a cookie
 }
 
-// --- what the user does
+// --- user actions
 
 function toggle(id) {
   const chosen = state.run.includes(id);
   if (!chosen && state.run.length >= MOST) {
-    say(`${MOST} runs are compared at most: take one out first`);
+    say(`At most ${MOST} runs can be compared: remove one first`);
     drawList();
     return;
   }
@@ -121,9 +121,9 @@ function connect() {
   if (since) asked.set("since", since);
   for (const id of state.run) asked.append("run", id);
   stream = new EventSource(`events?${asked}`);
-  stream.addEventListener("open", () => tellLink("live", "live"));
+  stream.addEventListener("open", () => showLink("live", "live"));
   stream.addEventListener("error", () => {
-    tellLink("lost", "no connection: is the board still running? It may have a new address");
+    showLink("lost", "no connection: is the board still running? It may have a new address");
     if (stream.readyState === EventSource.CLOSED) setTimeout(connect, 2000);
   });
   stream.addEventListener("runs", (event) => takeRuns(event.lastEventId, JSON.parse(event.data)));
@@ -133,7 +133,7 @@ function connect() {
 
 function takeRuns(id, change) {
   since = id;
-  told = true;
+  listed = true;
   pending = change.pending;
   if (change.whole) runs.clear();
   for (const gone of change.removed) runs.delete(gone);
@@ -147,9 +147,9 @@ function takeRuns(id, change) {
   if (String(missing()) !== lost) soon(drawReport);
 }
 
-/** Those chosen of which nothing will come: the list has none of that name, or says why it is not read. */
+/** The selected runs that cannot be shown: they are not in the list, or the list says why they cannot be read. */
 function missing() {
-  if (!told || pending) return [];
+  if (!listed || pending) return [];
   return state.run.filter((id) => !sources.has(id) && (!runs.has(id) || runs.get(id).note));
 }
 
@@ -170,19 +170,17 @@ function takeRows(change) {
   soon(drawReport);
 }
 
-/** Put rows, as columns, below those that are there; steps that are there already are not there twice. */
+/** Append rows, given as columns. The server sends every row once: in the complete record, or after it. */
 function append(table, columns) {
-  const steps = columns.step || [];
-  const last = table.step && table.step.length ? table.step[table.step.length - 1] : -Infinity;
-  const kept = steps.map((step, index) => (step > last ? index : -1)).filter((index) => index >= 0);
-  const before = Math.max(0, ...Object.values(table).map((column) => column.length));
+  const length = (columns_) => Math.max(0, ...Object.values(columns_).map((column) => column.length));
+  const before = length(table), added = length(columns);
   for (const name of new Set([...Object.keys(table), ...Object.keys(columns)])) {
     const column = table[name] || (table[name] = new Array(before).fill(null));
-    for (const index of kept) column.push(columns[name] ? columns[name][index] : null);
+    column.push(...(columns[name] || new Array(added).fill(null)));
   }
 }
 
-function tellLink(kind, text) {
+function showLink(kind, text) {
   $("link").className = `badge ${kind === "live" ? "live" : "bad"}`;
   $("link").textContent = text;
 }
@@ -202,7 +200,7 @@ document.addEventListener("visibilitychange", () => {
 
 const due = new Set();
 
-/** Draw with the next frame, once, however many events ask for it. */
+/** Draw soon, and only once for all events until then. */
 function soon(draw) {
   if (due.has(draw)) return;
   due.add(draw);
@@ -216,7 +214,7 @@ function by({ key, way }) {
   return (a, b) => {
     const [x, y] = [a[key], b[key]];
     const [hasX, hasY] = [x !== null && x !== undefined, y !== null && y !== undefined];
-    if (!hasX || !hasY) return hasY - hasX || names.compare(a.name, b.name); // those that say nothing come last, either way
+    if (!hasX || !hasY) return hasY - hasX || names.compare(a.name, b.name); // missing values come last in both directions
     const order = typeof x === "number" && typeof y === "number" ? x - y : names.compare(String(x), String(y));
     return way * order || names.compare(a.name, b.name);
   };
@@ -235,15 +233,15 @@ function drawList() {
   });
   found.sort(by(state.sort));
   $("rows").classList.toggle("one-task", new Set(all.map((summary) => summary.task)).size < 2);
-  list.show(found, colours(), state.sort, unitOf(all.filter((summary) => summary.unit)));
+  list.show(found, colors(), state.sort, unitOf(all.filter((summary) => summary.unit)));
   $("order").value = state.sort.key;
   drawStatuses(all);
   drawEmpty(all.length, found.length);
   const shown = `${commas(found.length)} ${found.length === 1 ? "run" : "runs"} shown`;
   const of = found.length < all.length ? ` of ${commas(all.length)}` : "";
   const gone = missing().length;
-  const chosen = state.run.length ? `, ${state.run.length - gone} chosen${gone ? `, ${gone} not here` : ""}` : "";
-  say(shown + of + chosen + (pending ? `, ${commas(pending)} still to be read` : ""));
+  const chosen = state.run.length ? `, ${state.run.length - gone} selected${gone ? `, ${gone} missing` : ""}` : "";
+  say(shown + of + chosen + (pending ? `, ${commas(pending)} not read yet` : ""));
   document.body.classList.toggle("has-chosen", state.run.length > 0);
 }
 
@@ -255,7 +253,7 @@ function drawStatuses(all) {
   const counts = new Map();
   for (const summary of all) counts.set(summary.status, (counts.get(summary.status) || 0) + 1);
   if (state.status && !counts.has(state.status)) counts.set(state.status, 0);
-  const options = [["", "every status"], ...[...counts].sort().map(([status, count]) => [status, `${status} (${commas(count)})`])];
+  const options = [["", "any status"], ...[...counts].sort().map(([status, count]) => [status, `${status} (${commas(count)})`])];
   const now = JSON.stringify(options);
   if ($("status").dataset.options !== now) {
     $("status").dataset.options = now;
@@ -265,7 +263,7 @@ function drawStatuses(all) {
 }
 
 function drawEmpty(all, found) {
-  const unread = !told || pending > 0;
+  const unread = !listed || pending > 0;
   $("rows").hidden = found === 0;
   $("none").hidden = all > 0 || unread;
   $("no-match").hidden = found > 0 || all === 0 || unread;
@@ -279,7 +277,7 @@ function drawReport() {
   const title = found.length === 1 ? found[0].name : `${found.length} records compared`;
   const gone = missing();
   const none = chosen && gone.length === state.run.length;
-  $("title").textContent = found.length ? title : none ? runs.get(gone[0])?.name || "Not here" : chosen ? "Reading" : "";
+  $("title").textContent = found.length ? title : none ? runs.get(gone[0])?.name || "Not found" : chosen ? "Reading" : "";
   document.title = found.length ? `${title} · Paceline board` : "Paceline board";
   if (!found.length) headline = none ? reasons(gone) : "";
   if (drawn) window.Paceline.update(found, { headline });
@@ -288,16 +286,16 @@ function drawReport() {
     window.Paceline.render($("page"), found, { headline, chartsFirst: true });
     useAxis();
   } else window.Paceline.headline(headline);
-  drawChosen(); // in the colours that the page has given
-  if (String(gone) === lost) list.recolour(colours());
-  else drawList(); // which says how many are chosen
+  drawChosen(); // in the colors that the page assigned
+  if (String(gone) === lost) list.recolor(colors());
+  else drawList(); // it says how many are selected
   lost = String(gone);
 }
 
-/** Why nothing of these is shown. */
+/** Why these runs are not shown. */
 function reasons(ids) {
   const notes = ids.filter((id) => runs.has(id)).map((id) => (ids.length > 1 ? `${runs.get(id).name}: ` : "") + runs.get(id).note);
-  return notes.join("; ") || "What the address names is not in this folder, or not any more.";
+  return notes.join("; ") || "The runs named in the URL are not in this folder, or were removed.";
 }
 
 function drawChosen() {
@@ -305,13 +303,13 @@ function drawChosen() {
   $("chosen-label").textContent = state.run.length === 1 ? "Shown" : "Compared";
   $("save").hidden = missing().length === state.run.length;
   $("save").href = `report?${new URLSearchParams(state.run.map((id) => ["run", id]))}`;
-  const sign = JSON.stringify(state.run.map((id) => [id, runs.has(id) && runs.get(id).name, colour(id), missing().includes(id)]));
-  if ($("chosen").dataset.sign === sign) return; // made anew, a button would miss the click that is under way
+  const sign = JSON.stringify(state.run.map((id) => [id, runs.has(id) && runs.get(id).name, color(id), missing().includes(id)]));
+  if ($("chosen").dataset.sign === sign) return; // a new button would miss a click that has begun
   $("chosen").dataset.sign = sign;
   const items = state.run.map((id) => {
     const name = runs.has(id) ? runs.get(id).name : id;
-    const remove = node("button", { type: "button", "data-id": id, "aria-label": `Take out ${name}` }, "×");
-    const away = missing().includes(id) ? node("small", {}, runs.has(id) ? "not read" : "not here") : null;
+    const remove = node("button", { type: "button", "data-id": id, "aria-label": `Remove ${name}` }, "×");
+    const away = missing().includes(id) ? node("small", {}, runs.has(id) ? "not read" : "missing") : null;
     return node("li", {}, key(id), node("span", { title: name }, name), away, remove);
   });
   const focused = document.activeElement && document.activeElement.closest("#chosen li") ? document.activeElement.dataset.id : null;
@@ -321,12 +319,12 @@ function drawChosen() {
   (again || document.querySelector("#chosen li button") || $("filter")).focus();
 }
 
-/** The colours of the chosen ones; of those that are not read yet, a line's. */
-function colours() {
-  return new Map(state.run.map((id) => [id, colour(id) || "var(--line)"]));
+/** The colors of the selected runs; gray for those that are not read yet. */
+function colors() {
+  return new Map(state.run.map((id) => [id, color(id) || "var(--line)"]));
 }
 
-// --- the x axis: the page has the buttons, the address remembers which
+// --- the x axis: its buttons are in the page, the URL remembers the selected one
 
 function useAxis() {
   const button = state.x && document.querySelector(`[data-x="${CSS.escape(state.x)}"][aria-pressed="false"]`);
@@ -340,7 +338,7 @@ $("page").addEventListener("click", (event) => {
   writeAddress();
 });
 
-// Links within the page go where they say, but leave the address, which is the board's.
+// Links within the page scroll there, but must not change the URL, which holds the board's state.
 document.addEventListener("click", (event) => {
   const link = event.target.closest('a[href^="#"]');
   const to = link && document.getElementById(link.getAttribute("href").slice(1));
@@ -367,7 +365,7 @@ $("clear-filter").addEventListener("click", () => {
   $("filter").focus();
 });
 document.addEventListener("paceline:theme", () => {
-  list.recolour(colours());
+  list.recolor(colors());
   drawChosen();
 });
 $("plotly").addEventListener("load", () => window.Paceline.redraw());

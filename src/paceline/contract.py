@@ -1,0 +1,133 @@
+"""The contract: everything a run is about to do, worked out once, printed before the first step and kept in the record.
+
+`contract_lines` is the only formatter. A run prints it, and the report shows it from what a record kept. Nothing here imports
+torch; `training/contract.py` works the numbers out.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from inspect import signature
+from typing import Any
+
+from paceline.output import plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """Everything that follows from the configuration, the world and the data."""
+
+    task: str
+    unit: str
+    """What samples are called: images, windows."""
+    model: str
+    parameters: int
+    data: str
+    train_samples: int
+    validation_samples: int
+    workers: int
+    virtual_workers: int
+    parts: str
+    """How a worker runs its parts (together or in turn) and why."""
+    reduce: str
+    nodes: int
+    launcher: str
+    devices: str
+    backend: str
+    precision: str
+    reference_batch: int
+    base_lr: float
+    global_batch: int
+    part_batch: int
+    accumulate: int
+    k: float
+    lr_rule: str
+    peak_lr: float
+    optimizer: str
+    schedule: str
+    warmup: str
+    steps_per_epoch: int
+    epochs: int
+    total_steps: int
+    seed: int
+    loader: str
+    record: str
+    resumed_at: int | None = None
+    """The step that a resumed run continues from."""
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(name, text) of each line to print. A resumed run prints only what may have changed."""
+        lines = contract_lines(self.as_dict())
+        return lines if self.resumed_at is None else [line for line in lines if line[0] in ("resumed", "workers", "device")]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for the record."""
+        return asdict(self)
+
+
+def contract_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(name, text) of each line, from a contract's fields.
+
+    A record may be old, cut short or edited: a line with a missing field, or one of the wrong type, lists the fields it has.
+    """
+    known = {name: value for name, value in facts.items() if isinstance(value, str | int | float)}
+    lines = []
+    for what, line in _LINES.items():
+        if what == "resumed" and "resumed_at" not in known:
+            continue
+        fields = [name for name in signature(line).parameters if name in known]
+        try:
+            text = line(**{name: known[name] for name in fields})
+        except (TypeError, ValueError):
+            names = {name: name.replace("_", " ") for name in fields}
+            text = ", ".join(f"{known[name]}" if names[name] == what else f"{names[name]} {known[name]}" for name in fields)
+        if text:
+            lines.append((what, text))
+    return lines
+
+
+def _task(task: str, train_samples: int, validation_samples: int) -> str:
+    return f"{task}: {train_samples:,} training and {validation_samples:,} validation samples"
+
+
+def _workers(workers: int, virtual_workers: int, parts: str, launcher: str, nodes: int) -> str:
+    return f"P = {workers:,} (V = {plural(virtual_workers, 'part')}, {parts}), {launcher}, {plural(nodes, 'node')}"
+
+
+def _global_batch(global_batch: int, virtual_workers: int, part_batch: int, accumulate: int = 1) -> str:
+    micro = f", each in {accumulate:,} micro-batches" if accumulate > 1 else ""
+    return f"{global_batch:,} = {plural(virtual_workers, 'part')} of {part_batch:,}{micro}"
+
+
+def _scale(k: float, lr_rule: str, peak_lr: float) -> str:
+    gain = f", times a gain from 1 to {max(1.0, k):g}" if lr_rule == "adascale" else ""
+    return f"k = {k:g}, rule {lr_rule}: peak lr {peak_lr:g}{gain}"
+
+
+def _steps(steps_per_epoch: int, epochs: int, total_steps: int) -> str:
+    return f"{steps_per_epoch:,} per epoch, {plural(epochs, 'epoch')}, {total_steps:,} in total"
+
+
+def _device(devices: str, backend: str, precision: str, reduce: str) -> str:
+    return f"{devices}, backend {backend}, {precision}, reduce {reduce}"
+
+
+def _resumed(record: str, resumed_at: int, total_steps: int) -> str:
+    return f"{record}, from step {resumed_at:,} of {total_steps:,}"
+
+
+_LINES: dict[str, Callable[..., str]] = {
+    "resumed": _resumed,
+    "task": _task,
+    "data": lambda data, loader: f"{data} ({loader})",
+    "model": lambda model, parameters: f"{model}, {parameters:,} parameters",
+    "reference": lambda reference_batch, base_lr: f"batch {reference_batch:,} at lr {base_lr:g}",
+    "workers": _workers,
+    "global batch": _global_batch,
+    "scale": _scale,
+    "optimizer": lambda optimizer, schedule, warmup: f"{optimizer}, {schedule}, warm-up {warmup}",
+    "steps": _steps,
+    "device": _device,
+    "seed": lambda seed: f"{seed}",
+    "record": lambda record: f"{record}",
+}
+"""Each line's name, and the function that writes it: its parameters are the fields it needs."""
