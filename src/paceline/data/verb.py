@@ -1,20 +1,37 @@
-"""What `paceline data` does: list the built-in data sets, fetch one, verify one.
+"""`paceline data`: list the built-in data sets, fetch one, verify one.
 
 Each function prints its lines and returns the exit code. On a terminal a download rewrites one line; piped, it prints a line
-for each quarter of a file.
+for each quarter of a file. numpy is imported only when they run.
 """
 
+import argparse
 import sys
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from paceline.data import fashion_mnist
 from paceline.errors import DataError
 from paceline.output import is_terminal, say
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what to do, with which data set, and where."""
+    parser.add_argument("action", choices=("list", "fetch", "verify"))
+    parser.add_argument("name", nargs="?", default="fashion-mnist", help="the data set [fashion-mnist]")
+    parser.add_argument("--data-dir", default="", metavar="DIR", help="folder to search, or to download to")
+
+
+def run(options: dict[str, Any]) -> int:
+    """List, fetch or verify."""
+    folder = Path(options["data_dir"]) if options["data_dir"] else None
+    if options["action"] == "list":
+        return list_data(folder)
+    return (fetch if options["action"] == "fetch" else verify)(options["name"], folder)
+
+
 def list_data(data_dir: Path | None = None) -> int:
     """Each data set, its size (training + validation images), and where it is or how to get it."""
+    from paceline.data import fashion_mnist
+
     for name, source in fashion_mnist.SOURCES.items():
         folder = fashion_mnist.find(name, data_dir)
         if source.ships:
@@ -27,6 +44,8 @@ def list_data(data_dir: Path | None = None) -> int:
 
 def fetch(name: str, data_dir: Path | None = None) -> int:
     """Have `name` on this machine, whole: in `data_dir` if that is given, otherwise anywhere that `load` looks."""
+    from paceline.data import fashion_mnist
+
     if fashion_mnist.source_named(name).ships:
         print(f"{name} ships with paceline: nothing to fetch")
         return 0
@@ -46,6 +65,8 @@ def fetch(name: str, data_dir: Path | None = None) -> int:
 
 def verify(name: str, data_dir: Path | None = None) -> int:
     """Check each file of `name` against its published SHA-256: in `data_dir` alone if given, else where `load` would read."""
+    from paceline.data import fashion_mnist
+
     ships = fashion_mnist.source_named(name).ships
     folder = fashion_mnist.find(name) if ships or data_dir is None else data_dir
     if folder is None:

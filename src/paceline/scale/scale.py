@@ -15,11 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, make_config, to_flags
+from paceline.config import Config, flag, make_config, names_with
 from paceline.dist.launch import launch
 from paceline.dist.place import cores, read_place
 from paceline.errors import PacelineError, RecordError, UsageError
 from paceline.files import write_file
+from paceline.flags import to_flags
+from paceline.options import Role
 from paceline.records import environment, name_for
 from paceline.scale.verdict import advise_scale, table
 from paceline.toml import read_recipe
@@ -27,7 +29,6 @@ from paceline.toml import read_recipe
 FILE = "scale.json"
 _OWN = ("windows", "window_s", "mode")
 _STEP = ("global_batch", "virtual_workers")
-NOT_FOR_SCALE = ("resume", "profile", "max_restarts", "min_workers", "target_accuracy", "max_steps", "tracker")
 
 
 def scale_verb(given: Mapping[str, Any]) -> int:
@@ -82,7 +83,7 @@ def _measure_world(task: str, options: Mapping[str, Any], how: Mapping[str, Any]
 
 def _of_recipe(options: Mapping[str, Any], mode: str) -> dict[str, Any]:
     """What of a recipe, which is made for training, is of use here."""
-    without = NOT_FOR_SCALE + (_STEP if mode == "weak" else ())
+    without = names_with(Role.WHOLE_RUN).union(_STEP if mode == "weak" else ())
     return {name: value for name, value in options.items() if name not in without}
 
 
@@ -112,9 +113,9 @@ def parse_counts(text: str) -> list[int]:
 
 def _check(options: Mapping[str, Any], how: Mapping[str, Any]) -> None:
     """What can be wrong before anything is started."""
-    for name in NOT_FOR_SCALE:
-        if name in options:
-            raise UsageError(f"--{name.replace('_', '-')} is of no use to scale, which trains some windows of steps and stops")
+    for name in options:
+        if name in names_with(Role.WHOLE_RUN):
+            raise UsageError(f"{flag(name)} is of no use to scale, which trains some windows of steps and stops")
     if how["mode"] == "weak" and (set(_STEP) & set(options)):
         raise UsageError(
             "--mode weak gives every worker --reference-batch samples, one part: use that flag, or --mode strong, which keeps"
@@ -138,7 +139,7 @@ def _mode_options(options: Mapping[str, Any], mode: str, most: int, found: Mappi
 
 def _measure_there(task: str, options: Mapping[str, Any], how: Mapping[str, Any]) -> None:
     """As so many workers, each running this command again."""
-    where = make_config({name: value for name, value in options.items() if name in _WHERE})
+    where = make_config({name: value for name, value in options.items() if name in names_with(Role.LAUNCH)})
     own = [f"--{name.replace('_', '-')}={value}" for name, value in how.items()]
     outcome = launch(["scale", task, *to_flags(options), *own], where)
     if outcome.exit_code == 0:
@@ -148,9 +149,6 @@ def _measure_there(task: str, options: Mapping[str, Any], how: Mapping[str, Any]
     error = PacelineError(outcome.report.text)
     error.exit_code = outcome.exit_code
     raise error
-
-
-_WHERE = ("workers", "nodes", "node_id", "rendezvous", "backend", "timeout_s", "grace_s")
 
 
 def _name(task: str) -> str:
