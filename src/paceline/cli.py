@@ -26,7 +26,7 @@ from paceline.output import close_output, is_terminal, open_output, reader_is_go
 
 VERBS = {
     "train": ("paceline.training.verb", "Train a task on any number of workers."),
-    "scale": ("paceline.scale.verb", "Measure images/s on 1, 2, 4 ... workers, against linear, and where the rest went."),
+    "scale": ("paceline.scale.verb", "Measure images/s on 1, 2, 4 ... workers, how far that is from linear, and why."),
     "report": ("paceline.report.verb", "Write one self-contained HTML page about records, studies and scalings."),
     "board": ("paceline.board.verb", "Show the same page live: list runs, compare them, watch them train."),
     "plan": ("paceline.plan.verb", "Predict images/s, time and cost on 1 to 4096 workers of a cluster, from a record."),

@@ -45,14 +45,14 @@ class Config(RemembersGiven):
     """Parts that a worker runs in one forward pass, with separate batch-norm statistics for each (0: all its parts, or one
     after the other if the model needs that; 1 uses the least memory)."""
     reduce: Literal["fast", "exact"] = _where("fast", Role.MODEL)
-    """fast: DDP's overlapped averaging. exact: sums that do not depend on the order, so that the model has the same bits on any
-    number of workers."""
+    """fast: DDP's overlapped averaging. exact: sums that do not depend on their order, so that the model has the same bits on
+    any number of workers."""
     nodes: int = _where(1, Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, at_least=1)
     """Nodes in the run. Start the same command on each node, with its own --node-id."""
     node_id: int = _where(0, Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, at_least=0)
     """The number of this node, starting at 0."""
-    rendezvous: str = _where("", Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY)
-    """HOST:PORT on node 0 where the nodes meet (default: $MASTER_ADDR:$MASTER_PORT). Needed with --nodes."""
+    rendezvous: str = _where("", Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, metavar="HOST:PORT")
+    """Address on node 0 where the nodes meet (default: $MASTER_ADDR:$MASTER_PORT). Needed with --nodes."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = _where("auto", Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START)
     """What carries the messages between workers: nccl for GPUs, gloo for CPUs, mpi if this torch has it."""
     timeout_s: float = _where(600.0, Role.OPERATION, Role.LAUNCH, at_least=1, at_most=10_000_000)  # four months
@@ -64,7 +64,7 @@ class Config(RemembersGiven):
     grace_s: float = _where(20.0, Role.OPERATION, Role.LAUNCH, at_least=0, at_most=10_000_000)
     """Seconds after SIGTERM or Ctrl-C to finish the step and write a checkpoint."""
 
-    model: str = _data("", Role.MODEL)
+    model: str = _data("", Role.MODEL, metavar="NAME")
     """NAME or NAME:key=value,key=value: linear, mlp, cnn, resnet, wide_resnet, course_wide_resnet (default: the task's)."""
     data_dir: str = _data("", Role.TIMING, Role.IMAGES)
     """Folder to search for the data first."""
@@ -79,7 +79,8 @@ class Config(RemembersGiven):
     erase: float = _data(0.0, Role.MODEL, Role.IMAGES, Role.AUGMENT, at_least=0, at_most=1)
     """Probability of erasing a random rectangle of an image."""
     loader: Literal["auto", "resident", "streaming"] = _data("auto", Role.TIMING)
-    """Keep the data set on the worker's device (resident) or stream it through torch's DataLoader (streaming)."""
+    """Keep the data set on the worker's device (resident) or stream it through torch's DataLoader (streaming). auto: resident
+    if the data is Arrays that fit."""
     loader_workers: int = _data(2, Role.OPERATION, at_least=0, at_most=1024)
     """DataLoader processes per worker when streaming."""
 
@@ -89,7 +90,7 @@ class Config(RemembersGiven):
     """Samples per step over all workers (default: reference_batch for each virtual worker)."""
     accumulate: int = _batch(1, Role.MODEL, Role.METHOD, at_least=1)
     """Split each part of a step into N micro-batches (less memory, same step)."""
-    optimizer: str = _batch("sgd", Role.MODEL, Role.METHOD)
+    optimizer: str = _batch("sgd", Role.MODEL, Role.METHOD, metavar="NAME")
     """sgd, adamw, lars, lamb, novograd or muon."""
     base_lr: float = _batch(0.05, Role.MODEL, Role.METHOD, more_than=0)
     """The learning rate at reference_batch."""
@@ -137,7 +138,7 @@ class Config(RemembersGiven):
     local_steps: int = _batch(0, Role.MODEL, Role.METHOD, Role.SEVERAL_PARTS, at_least=0)
     """Post-local SGD: late in the run, each part trains by itself for N steps between averagings (0: off)."""
     local_after: float = _batch(0.5, Role.MODEL, Role.METHOD, at_least=0, at_most=1)
-    """When --local-steps begin, as a fraction of the run."""
+    """When the local steps begin, as a fraction of the run."""
     measure_noise: bool = _batch(False, Role.MODEL, Role.SEVERAL_PARTS)
     """Measure the gradient noise scale from the parts: the global batch beyond which more workers stop paying off."""
 
@@ -154,7 +155,7 @@ class Config(RemembersGiven):
     """Where warm-up starts, as a fraction of the peak (default 1/k: at base_lr under the linear rule)."""
     peak_at: float = _schedule(0.3, Role.MODEL, Role.METHOD, at_least=0, at_most=1)
     """Where one-cycle peaks, as a fraction of the run."""
-    step_at: str = _schedule("0.5,0.75", Role.MODEL, Role.METHOD, parse=parse_fractions)
+    step_at: str = _schedule("0.5,0.75", Role.MODEL, Role.METHOD, parse=parse_fractions, metavar="X,X")
     """Where the step schedule drops, as fractions of the run."""
     step_factor: float = _schedule(0.1, Role.MODEL, Role.METHOD, at_least=0)
     """What the step schedule multiplies the learning rate by at each drop."""
@@ -184,11 +185,11 @@ class Config(RemembersGiven):
     """Folder for the records."""
     name: str = _record("", Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, parse=check_record_name)
     """Name of the record (default: task, date and time). If the name is taken, a number is added."""
-    resume: str = _record("", Role.OPERATION, Role.LAUNCH, Role.START, Role.STUDY, Role.WHOLE_RUN)
+    resume: str = _record("", Role.OPERATION, Role.LAUNCH, Role.START, Role.STUDY, Role.WHOLE_RUN, metavar="RECORD")
     """Continue a record, given by its folder or name, from its last checkpoint. Without a value: the record called --name, or
     this task's newest unfinished record; if there is no such record, start a new run."""
-    checkpoint_every: str = _record("60s", Role.OPERATION, parse=parse_every)
-    """Write a checkpoint every 500 steps (500) or every 60 seconds (60s); 0: never."""
+    checkpoint_every: str = _record("60s", Role.OPERATION, parse=parse_every, metavar="N|Xs")
+    """How often to write a checkpoint: every N steps (500) or every X seconds (60s); 0: never."""
     keep: int = _record(2, Role.OPERATION, at_least=1)
     """How many checkpoints to keep."""
     profile: bool = _record(False, Role.OPERATION, Role.WHOLE_RUN)

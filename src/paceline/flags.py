@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser, help_texts: Mapping[str, str] | N
         if kind is bool:
             arguments["action"] = argparse.BooleanOptionalAction
         else:
-            arguments["metavar"] = _metavar(field.name, kind)
+            arguments["metavar"] = option_of(field).metavar or _metavar(field.name, kind)
         if field.name == "resume":
             arguments |= {"nargs": "?", "const": "auto", "type": _resume}
         groups[section].add_argument(flag(field.name), **arguments)

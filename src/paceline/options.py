@@ -1,4 +1,4 @@
-"""What an option is besides its default: its section of the help, its roles and its bounds, kept with the field itself.
+"""What an option is, besides its default: its section in the help, its roles and its bounds, kept with the field itself.
 
     base_lr: float = option("batch and optimizer", 0.05, Role.MODEL, Role.METHOD, more_than=0)
 
@@ -53,6 +53,8 @@ class Option:
     less_than: float | None = None
     parse: Callable[[str], object] | None = None
     """Raises a UsageError for a text that is not valid."""
+    metavar: str = ""
+    """What the help calls the value; by default N or X for a number, and the last word of a text's name."""
 
     def check(self, name: str, value: Any) -> None:
         """Raise a UsageError if this value is wrong whatever the other options are."""
@@ -79,10 +81,9 @@ class Option:
             raise UsageError(f"{flag(name)} is {short(value)}: it must be at most {most:,}")
 
 
-def option(section: str, default: Any, *roles: Role, **bounds: Any) -> Any:
-    """A dataclass field with this default, whose metadata says what the option is."""
-    about = Option(section=section, roles=frozenset(roles), **bounds)
-    return dataclasses.field(default=default, metadata={"option": about})
+def option(section: str, default: Any, *roles: Role, **about: Any) -> Any:
+    """A dataclass field with this default; its metadata says what the option is. `about`: the other fields of `Option`."""
+    return dataclasses.field(default=default, metadata={"option": Option(section=section, roles=frozenset(roles), **about)})
 
 
 def option_of(field: "dataclasses.Field[Any]") -> Option:
