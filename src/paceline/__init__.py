@@ -1,6 +1,6 @@
 """Paceline: train the same PyTorch model on any number of workers, without losing accuracy.
 
-The public names below are loaded when first used, so that `import paceline` costs nothing.
+The public names are loaded on first use, so that `import paceline` is fast.
 """
 
 import importlib
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_WHERE = {
+_MODULES = {
     "Arrays": "paceline.data.loaders",
     "Config": "paceline.config",
     "ExactReducer": "paceline.core.exact_sum",
@@ -40,13 +40,13 @@ _WHERE = {
     "train": "paceline.training.run",
     "world": "paceline.dist.world",
 }
-__all__ = sorted(_WHERE)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,195 +1,213 @@
-"""What a run is told: one frozen dataclass that flags, TOML recipes and the record all come from.
+"""The options of a run: one frozen dataclass that flags, TOML recipes and the record all come from.
 
-A field is a flag (`base_lr` is `--base-lr`), a key in TOML (`toml.py`) and a line of the record's `config.toml`; the text under
-it is its help. Nothing here imports torch, so that `paceline --help` answers at once.
+A field is a flag (`base_lr` is `--base-lr`, see `flags.py`), a key in TOML (`toml.py`) and a line of the record's
+`config.toml`; the text under it is its help. Its roles and bounds are in the field's metadata (`options.py`). Nothing here
+imports torch, so that `paceline --help` answers at once.
 """
 
-import argparse
-import ast
 import dataclasses
-import inspect
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass
+from functools import cache, partial
 from typing import Any, Literal
 
 from paceline.errors import UsageError, unknown
-from paceline.values import check_value, short
+from paceline.options import RemembersGiven, Role, copied, option, option_of
+from paceline.values import check_record_name, parse_every, parse_fractions, short
 from paceline.values import flag as flag
+
+_where = partial(option, "where it runs")
+_data = partial(option, "model and data")
+_batch = partial(option, "batch and optimizer")
+_schedule = partial(option, "learning-rate schedule")
+_run = partial(option, "length, speed and checks of the run")
+_record = partial(option, "the record")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """Everything `paceline train` can be told. Values are as the user means them; what follows from them is the contract."""
+class Config(RemembersGiven):
+    """The options of a run, as the user means them; the contract shows what follows from them.
 
-    workers: int | None = None
-    """Workers to start on this node: one GPU each, or that many CPU workers where there is no GPU (default 1). Under torchrun,
-    srun or mpirun the world is already there and this may be left out."""
-    virtual_workers: int | None = None
-    """V: cut every step into so many parts, each as one worker would have it (default: one a worker). The model depends on V,
-    not on how many workers, from 1 to V, compute it."""
-    parts_at_once: int = 0
-    """Parts a worker runs in one forward pass, batch norm apart for each (0: all it has, or one after the other where the model
-    needs that; 1 takes the least memory)."""
-    reduce: Literal["fast", "exact"] = "fast"
-    """fast: DDP's overlapped averaging. exact: order-free sums, so the model has the same bits on any number of workers."""
-    nodes: int = 1
-    """Nodes in the run, each started by hand with its own --node-id."""
-    node_id: int = 0
-    """Which node this is, from 0."""
-    rendezvous: str = ""
-    """HOST:PORT on node 0 where the nodes meet (default: $MASTER_ADDR:$MASTER_PORT). Needed with --nodes."""
-    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    """Who carries the messages: nccl for GPUs, gloo for CPUs, mpi where this torch has it."""
-    timeout_s: float = 600.0
+    A Config remembers which options it was given (`given`). `paceline.train(task, Config(epochs=3))` changes the epochs and
+    nothing else: all other options come from the task's defaults, and only then from the defaults here. `dataclasses.replace`
+    keeps this; two Configs with equal options are equal, however they were made.
+    """
+
+    workers: int | None = _where(None, Role.TIMING, Role.LAUNCH, Role.PLACE, at_least=1, at_most=4096)
+    """Workers to start on this node: one per GPU, or this many CPU workers if there is no GPU (default 1). Not needed under
+    torchrun, srun or mpirun, which start the workers themselves."""
+    virtual_workers: int | None = _where(None, Role.MODEL, Role.LAUNCH, Role.SEVERAL_PARTS, at_least=1)
+    """V: split every step into V parts, each computed as one worker would (default: one part per worker). The model depends on
+    V, not on how many workers, from 1 to V, compute it."""
+    parts_at_once: int = _where(0, Role.ROUNDING, at_least=0)
+    """Parts that a worker runs in one forward pass, with separate batch-norm statistics for each (0: all its parts, or one
+    after the other if the model needs that; 1 uses the least memory)."""
+    reduce: Literal["fast", "exact"] = _where("fast", Role.MODEL)
+    """fast: DDP's overlapped averaging. exact: sums that do not depend on their order, so that the model has the same bits on
+    any number of workers."""
+    nodes: int = _where(1, Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, at_least=1)
+    """Nodes in the run. Start the same command on each node, with its own --node-id."""
+    node_id: int = _where(0, Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, at_least=0)
+    """The number of this node, starting at 0."""
+    rendezvous: str = _where("", Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, metavar="HOST:PORT")
+    """Address on node 0 where the nodes meet (default: $MASTER_ADDR:$MASTER_PORT). Needed with --nodes."""
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = _where("auto", Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START)
+    """What carries the messages between workers: nccl for GPUs, gloo for CPUs, mpi if this torch has it."""
+    timeout_s: float = _where(600.0, Role.OPERATION, Role.LAUNCH, at_least=1, at_most=10_000_000)  # four months
     """Seconds without progress after which a worker counts as hung."""
-    max_restarts: int = 0
-    """Start again so many times, from the last checkpoint, when a worker fails."""
-    min_workers: int | None = None
-    """Restart on fewer workers, down to so many, when a device is gone for good (default: never on fewer)."""
-    grace_s: float = 20.0
-    """Seconds after SIGTERM or Ctrl-C to finish the step and write a checkpoint in."""
+    max_restarts: int = _where(0, Role.OPERATION, Role.LAUNCH, Role.START, Role.WHOLE_RUN, at_least=0)
+    """How many times to restart from the last checkpoint when a worker fails."""
+    min_workers: int | None = _where(None, Role.OPERATION, Role.LAUNCH, Role.START, Role.WHOLE_RUN, at_least=1)
+    """Restart on fewer workers, but no fewer than this, when a device is lost for good (default: never on fewer)."""
+    grace_s: float = _where(20.0, Role.OPERATION, Role.LAUNCH, at_least=0, at_most=10_000_000)
+    """Seconds after SIGTERM or Ctrl-C to finish the step and write a checkpoint."""
 
-    model: str = ""
+    model: str = _data("", Role.MODEL, metavar="NAME")
     """NAME or NAME:key=value,key=value: linear, mlp, cnn, resnet, wide_resnet, course_wide_resnet (default: the task's)."""
-    data_dir: str = ""
-    """Folder to look in for the data first."""
-    train_samples: int = 0
-    """Train on the first so many samples only (0: all)."""
-    pixels: Literal["standard", "unit"] = "standard"
-    """Scale pixels to mean 0 and deviation 1 (standard) or to [0, 1] (unit)."""
-    crop: int = 0
-    """Random crop after padding each side by so many pixels."""
-    flip: bool = False
-    """Flip images left to right half of the time."""
-    erase: float = 0.0
+    data_dir: str = _data("", Role.TIMING, Role.IMAGES)
+    """Folder to search for the data first."""
+    train_samples: int = _data(0, Role.MODEL, at_least=0)
+    """Train on the first N samples only (0: all)."""
+    pixels: Literal["standard", "unit"] = _data("standard", Role.MODEL, Role.IMAGES)
+    """Scale pixels to mean 0 and standard deviation 1 (standard) or to [0, 1] (unit)."""
+    crop: int = _data(0, Role.MODEL, Role.IMAGES, Role.AUGMENT, at_least=0)
+    """Pad each side by N pixels, then crop at random (0: off)."""
+    flip: bool = _data(False, Role.MODEL, Role.IMAGES, Role.AUGMENT)
+    """Flip half of the images left to right."""
+    erase: float = _data(0.0, Role.MODEL, Role.IMAGES, Role.AUGMENT, at_least=0, at_most=1)
     """Probability of erasing a random rectangle of an image."""
-    loader: Literal["auto", "resident", "streaming"] = "auto"
-    """Keep the data set on the worker's device (resident) or stream it through torch's DataLoader."""
-    loader_workers: int = 2
-    """Processes a worker's DataLoader uses when streaming."""
+    loader: Literal["auto", "resident", "streaming"] = _data("auto", Role.TIMING)
+    """Keep the data set on the worker's device (resident) or stream it through torch's DataLoader (streaming). auto: resident
+    if the data is Arrays that fit."""
+    loader_workers: int = _data(2, Role.OPERATION, at_least=0, at_most=1024)
+    """DataLoader processes per worker when streaming."""
 
-    reference_batch: int = 128
-    """The batch that base_lr is trusted at, on one worker."""
-    global_batch: int | None = None
-    """Samples a step over all workers (default: reference_batch for each virtual worker)."""
-    accumulate: int = 1
-    """Cut each part of a step into so many micro-batches (less memory, same step)."""
-    optimizer: str = "sgd"
+    reference_batch: int = _batch(128, Role.MODEL, Role.METHOD, at_least=1)
+    """The batch on one worker for which base_lr is known to work."""
+    global_batch: int | None = _batch(None, Role.MODEL, Role.LAUNCH, Role.SEVERAL_PARTS, at_least=1)
+    """Samples per step over all workers (default: reference_batch for each virtual worker)."""
+    accumulate: int = _batch(1, Role.MODEL, Role.METHOD, at_least=1)
+    """Split each part of a step into N micro-batches (less memory, same step)."""
+    optimizer: str = _batch("sgd", Role.MODEL, Role.METHOD, metavar="NAME")
     """sgd, adamw, lars, lamb, novograd or muon."""
-    base_lr: float = 0.05
+    base_lr: float = _batch(0.05, Role.MODEL, Role.METHOD, more_than=0)
     """The learning rate at reference_batch."""
-    lr_rule: Literal["linear", "sqrt", "none", "adascale"] = "linear"
-    """How the learning rate grows with k = global_batch / reference_batch. adascale: by a gain between 1 and k that every step
-    works out from the noise in its parts' gradients."""
-    momentum: float = 0.9
+    lr_rule: Literal["linear", "sqrt", "none", "adascale"] = _batch("linear", Role.MODEL, Role.METHOD)
+    """How the learning rate grows with k = global_batch / reference_batch. adascale: by a gain between 1 and k that each step
+    computes from the noise in the gradients of its parts."""
+    momentum: float = _batch(0.9, Role.MODEL, Role.METHOD, at_least=0, at_most=1)
     """Momentum of sgd, lars and muon."""
-    nesterov: bool = True
-    """Nesterov's form of momentum (sgd, muon)."""
-    beta1: float | None = None
-    """First decay rate of adamw, lamb (default 0.9) and novograd (0.95)."""
-    beta2: float | None = None
-    """Second decay rate of adamw, lamb (default 0.999) and novograd (0.98; 0 is a plainly normalised gradient)."""
-    grad_averaging: bool = False
-    """novograd: average gradients into the momentum by 1 - beta1 instead of adding them."""
-    trust_coefficient: float = 0.001
-    """lars: what share of a layer's norm a step may move it by, at a learning rate of 1."""
-    adapt_all: bool = False
-    """lars, lamb: scale the steps of norms and biases by their own norms too."""
-    rest: Literal["sgd", "adamw"] = "sgd"
-    """muon: what trains the parameters that are no hidden matrices: norms, biases, embeddings, the last layer."""
-    rest_lr: float | None = None
-    """muon: the learning rate of the rest at reference_batch (default: base_lr)."""
-    fixed_norm: bool = False
-    """muon: put every matrix back to the norm sqrt(rows) after each step."""
-    sam_rho: float = 0.0
-    """Sharpness-aware steps: take each part's gradient so far uphill from the weights (0: off; a step costs twice as much)."""
-    weight_decay: float = 5e-4
-    """Weight decay; norms and biases have none unless --decay-all."""
-    decay_all: bool = False
-    """Decay norms and biases too."""
-    label_smoothing: float = 0.0
+    nesterov: bool = _batch(True, Role.MODEL, Role.METHOD)
+    """Use Nesterov momentum (sgd, muon)."""
+    beta1: float | None = _batch(None, Role.MODEL, Role.METHOD, at_least=0, less_than=1)
+    """First decay rate of adamw and lamb (default 0.9) and of novograd (default 0.95)."""
+    beta2: float | None = _batch(None, Role.MODEL, Role.METHOD, at_least=0, less_than=1)
+    """Second decay rate of adamw and lamb (default 0.999) and of novograd (default 0.98; 0 only normalizes the gradient)."""
+    grad_averaging: bool = _batch(False, Role.MODEL, Role.METHOD)
+    """novograd: average gradients into the momentum with weight 1 - beta1 instead of adding them."""
+    trust_coefficient: float = _batch(0.001, Role.MODEL, Role.METHOD, at_least=0)
+    """lars: how far a step may move a layer, as a fraction of the layer's norm, at a learning rate of 1."""
+    adapt_all: bool = _batch(False, Role.MODEL, Role.METHOD)
+    """lars, lamb: also scale the steps of norm layers and biases by their own norms."""
+    rest: Literal["sgd", "adamw"] = _batch("sgd", Role.MODEL, Role.METHOD)
+    """muon: the optimizer of all parameters that are not hidden matrices: norm layers, biases, embeddings, the last layer."""
+    rest_lr: float | None = _batch(None, Role.MODEL, Role.METHOD, at_least=0)
+    """muon: the learning rate of these parameters at reference_batch (default: base_lr)."""
+    fixed_norm: bool = _batch(False, Role.MODEL, Role.METHOD)
+    """muon: rescale every matrix to the norm sqrt(rows) after each step."""
+    sam_rho: float = _batch(0.0, Role.MODEL, Role.METHOD, at_least=0)
+    """Sharpness-aware steps: take each part's gradient at this distance uphill from the weights (0: off; a step costs twice as
+    much)."""
+    weight_decay: float = _batch(5e-4, Role.MODEL, Role.METHOD, at_least=0)
+    """Weight decay. Norm layers and biases have none unless --decay-all."""
+    decay_all: bool = _batch(False, Role.MODEL, Role.METHOD)
+    """Also decay norm layers and biases."""
+    label_smoothing: float = _batch(0.0, Role.MODEL, Role.METHOD, Role.IMAGES, at_least=0, at_most=1)
     """Label smoothing of the training loss."""
-    clip_norm: float = 0.0
+    clip_norm: float = _batch(0.0, Role.MODEL, Role.METHOD, at_least=0)
     """Clip the gradient of the whole step to this norm (0: off)."""
-    gradient_noise: float = 0.0
-    """Add noise of variance this / (1 + step)^0.55 to every step's gradient, the same on all workers (0: off)."""
-    norm_part: int = 0
-    """Batch norm over cuts of so many samples, in any model ("ghost" batch norm; 0: over each part as it is)."""
-    ema: float = 0.0
-    """Keep a moving average of the weights with this decay a step; it is what is validated and saved, with batch-norm
+    gradient_noise: float = _batch(0.0, Role.MODEL, Role.METHOD, at_least=0)
+    """Add noise of variance X / (1 + step)^0.55 to every step's gradient, the same on all workers (0: off)."""
+    norm_part: int = _batch(0, Role.MODEL, Role.METHOD, at_least=0)
+    """Batch norm over groups of N samples, in any model ("ghost" batch norm; 0: over each whole part)."""
+    ema: float = _batch(0.0, Role.MODEL, Role.METHOD, at_least=0, less_than=1)
+    """Keep a moving average of the weights with this decay per step. The average is validated and saved, with batch-norm
     statistics of its own (0: off)."""
-    local_steps: int = 0
-    """Post-local SGD: late in the run every part trains by itself for so many steps between averagings (0: off)."""
-    local_after: float = 0.5
-    """Where in the run that begins, as a fraction of it."""
-    measure_noise: bool = False
-    """Measure the gradient noise scale from the parts: the global batch up to which more workers pay."""
+    local_steps: int = _batch(0, Role.MODEL, Role.METHOD, Role.SEVERAL_PARTS, at_least=0)
+    """Post-local SGD: late in the run, each part trains by itself for N steps between averagings (0: off)."""
+    local_after: float = _batch(0.5, Role.MODEL, Role.METHOD, at_least=0, at_most=1)
+    """When the local steps begin, as a fraction of the run."""
+    measure_noise: bool = _batch(False, Role.MODEL, Role.SEVERAL_PARTS)
+    """Measure the gradient noise scale from the parts: the global batch beyond which more workers stop paying off."""
 
-    schedule: Literal["constant", "linear", "cosine", "one-cycle", "step"] = "one-cycle"
-    """The learning rate after warm-up: constant, falling to 0 (linear, cosine), up and down again (one-cycle), or falling at
+    schedule: Literal["constant", "linear", "cosine", "one-cycle", "step"] = _schedule("one-cycle", Role.MODEL, Role.METHOD)
+    """The learning rate after warm-up: constant, falling to 0 (linear, cosine), up and down again (one-cycle), or dropping at
     --step-at (step)."""
-    schedule_by: Literal["step", "epoch"] = "step"
-    """Move the learning rate every step or once an epoch."""
-    warmup_epochs: float = 0.0
-    """Warm up over so many epochs."""
-    warmup_steps: int = 0
-    """Warm up over so many steps."""
-    warmup_from: float | None = None
+    schedule_by: Literal["step", "epoch"] = _schedule("step", Role.MODEL, Role.METHOD)
+    """Change the learning rate at every step or once per epoch."""
+    warmup_epochs: float = _schedule(0.0, Role.MODEL, Role.METHOD, at_least=0)
+    """Warm up over X epochs."""
+    warmup_steps: int = _schedule(0, Role.MODEL, Role.METHOD, at_least=0)
+    """Warm up over N steps."""
+    warmup_from: float | None = _schedule(None, Role.MODEL, Role.METHOD, at_least=0)
     """Where warm-up starts, as a fraction of the peak (default 1/k: at base_lr under the linear rule)."""
-    peak_at: float = 0.3
+    peak_at: float = _schedule(0.3, Role.MODEL, Role.METHOD, at_least=0, at_most=1)
     """Where one-cycle peaks, as a fraction of the run."""
-    step_at: str = "0.5,0.75"
-    """Where the step schedule falls, as fractions of the run."""
-    step_factor: float = 0.1
-    """What the step schedule multiplies the learning rate by there."""
+    step_at: str = _schedule("0.5,0.75", Role.MODEL, Role.METHOD, parse=parse_fractions, metavar="X,X")
+    """Where the step schedule drops, as fractions of the run."""
+    step_factor: float = _schedule(0.1, Role.MODEL, Role.METHOD, at_least=0)
+    """What the step schedule multiplies the learning rate by at each drop."""
 
-    epochs: int = 5
-    """Epochs at most."""
-    max_steps: int = 0
-    """Stop after so many steps (0: no such limit)."""
-    target_accuracy: float = 0.0
-    """Stop when validation accuracy reaches this (0: no target) ..."""
-    patience: int = 1
-    """... in so many epochs in a row."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    epochs: int = _run(5, Role.MODEL, at_least=1)
+    """Epochs to train, at most."""
+    max_steps: int = _run(0, Role.MODEL, Role.WHOLE_RUN, at_least=0)
+    """Stop after N steps (0: no limit)."""
+    target_accuracy: float = _run(0.0, Role.TIMING, Role.WHOLE_RUN, at_least=0, at_most=1)
+    """Stop when validation accuracy reaches this (0: no target) in --patience epochs in a row."""
+    patience: int = _run(1, Role.TIMING, at_least=1)
+    """How many epochs in a row must reach --target-accuracy."""
+    precision: Literal["auto", "fp32", "bf16"] = _run("auto", Role.MODEL)
     """bf16 runs the forward pass under autocast; weights and optimizer stay fp32. auto: bf16 on devices made for it."""
-    fast: Literal["auto", "on", "off"] = "auto"
-    """The fast step: channels-last convolutions, fused optimizers and, on a GPU, the whole step as one CUDA graph, compiled
-    where the run is long enough for that to pay (on: always, but never in exact mode). Where a model does not allow it, a line
-    says why."""
-    seed: int = 0
-    """All randomness follows from it."""
-    eval_batch: int = 0
-    """Samples a forward pass in validation (0: 250, on a GPU 1000)."""
-    check_every: int = 100
-    """Check every so many steps, and after each epoch, that all workers hold the same weights (0: after each epoch only)."""
+    fast: Literal["auto", "on", "off"] = _run("auto", Role.ROUNDING)
+    """The fast step: channels-last convolutions, fused optimizers and, on a GPU, the whole step as one CUDA graph, compiled if
+    the run is long enough for that to pay off (on: always, but never in exact mode). If a model does not allow it, a line says
+    why."""
+    seed: int = _run(0, Role.MODEL, Role.STUDY, at_least=0, at_most=2**64 - 1)  # keys have 64 bits
+    """All randomness follows from this number."""
+    eval_batch: int = _run(0, Role.MODEL, at_least=0)
+    """Samples per forward pass in validation (0: 250, or 1000 on a GPU)."""
+    check_every: int = _run(100, Role.OPERATION, at_least=0)
+    """Check every N steps, and after each epoch, that all workers hold the same weights (0: only after each epoch)."""
 
-    runs_dir: str = "runs"
-    """Folder that records go to."""
-    name: str = ""
-    """Name of the record (default: task, date and time); a number is added where it is taken."""
-    resume: str = ""
-    """Go on with a record from its last checkpoint: its folder or name. Without one: --name, or this task's newest record that
-    did not come to its end; where there is none, start."""
-    checkpoint_every: str = "60s"
-    """Write a checkpoint every so many steps (500) or seconds (60s); 0 for none."""
-    keep: int = 2
-    """Checkpoints to keep."""
-    profile: bool = False
-    """Write a timeline of a few steps over all workers into the record: forward, backward, every bucket's all-reduce."""
-    log_every: int = 10
-    """A row in metrics.jsonl every so many steps."""
-    tracker: Literal["none", "tensorboard"] = "none"
+    runs_dir: str = _record("runs", Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY)
+    """Folder for the records."""
+    name: str = _record("", Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, parse=check_record_name)
+    """Name of the record (default: task, date and time). If the name is taken, a number is added."""
+    resume: str = _record("", Role.OPERATION, Role.LAUNCH, Role.START, Role.STUDY, Role.WHOLE_RUN, metavar="RECORD")
+    """Continue a record, given by its folder or name, from its last checkpoint. Without a value: the record called --name, or
+    this task's newest unfinished record; if there is no such record, start a new run."""
+    checkpoint_every: str = _record("60s", Role.OPERATION, parse=parse_every, metavar="N|Xs")
+    """How often to write a checkpoint: every N steps (500) or every X seconds (60s); 0: never."""
+    keep: int = _record(2, Role.OPERATION, at_least=1)
+    """How many checkpoints to keep."""
+    profile: bool = _record(False, Role.OPERATION, Role.WHOLE_RUN)
+    """Write a timeline of a few steps on all workers into the record: forward, backward, every bucket's all-reduce."""
+    log_every: int = _record(10, Role.OPERATION, at_least=1)
+    """Write a row to metrics.jsonl every N steps."""
+    tracker: Literal["none", "tensorboard"] = _record("none", Role.OPERATION, Role.WHOLE_RUN)
     """Also write to a tracker (pip install 'paceline[trackers]')."""
 
-    def __post_init__(self) -> None:
+    replaces: InitVar[Any] = copied
+    """For `dataclasses.replace`; not an option."""
+
+    def __post_init__(self, replaces: Any) -> None:
         for field in dataclasses.fields(self):
-            check_value(field.name, getattr(self, field.name))
+            option_of(field).check(field.name, getattr(self, field.name))
         if self.node_id >= self.nodes:
             raise UsageError(
-                f"--node-id is {self.node_id}, but with --nodes {self.nodes} it must lie between 0 and {self.nodes - 1}"
+                f"--node-id is {self.node_id}: with --nodes {self.nodes} it must be between 0 and {self.nodes - 1}"
             )
         if self.min_workers and self.workers and self.min_workers > self.workers:
             raise UsageError(f"--min-workers is {self.min_workers}: it must be at most --workers {self.workers}")
@@ -200,73 +218,38 @@ class Config:
                 "one-cycle warms up by itself (--peak-at): use --schedule cosine, linear or constant with a warm-up"
             )
         if self.nesterov and not self.momentum and self.optimizer in ("sgd", "muon"):
-            object.__setattr__(self, "nesterov", False)  # Nesterov's form of no momentum is plain SGD
+            object.__setattr__(self, "nesterov", False)  # without momentum it is plain SGD
         for name, usual in zip(("beta1", "beta2"), _BETAS.get(self.optimizer, (0.9, 0.999)), strict=True):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, usual)
         if self.local_steps and (self.sam_rho or self.measure_noise or self.lr_rule == "adascale"):
             raise UsageError(
-                "--local-steps does not go with --sam-rho, --measure-noise or --lr-rule adascale: parts that train by"
+                "--local-steps cannot be combined with --sam-rho, --measure-noise or --lr-rule adascale: parts that train by"
                 " themselves have no common gradient"
             )
         if self.sam_rho and self.accumulate > 1:
             raise UsageError(
-                "--sam-rho does not go with --accumulate: every micro-batch would climb by itself; use more --virtual-workers"
+                "--sam-rho cannot be combined with --accumulate: every micro-batch would climb by itself; use more"
+                " --virtual-workers"
             )
 
 
 _BETAS = {"novograd": (0.95, 0.98)}
 
 
-SECTIONS = {
-    "where it runs": "workers",
-    "model and data": "model",
-    "batch and optimizer": "reference_batch",
-    "schedule": "schedule",
-    "the run": "epochs",
-    "the record": "runs_dir",
-}
-"""Headings of the help text, each with the first field below it."""
-
-
-def add_flags(parser: argparse.ArgumentParser, says: Mapping[str, str] | None = None) -> None:
-    """One flag a field; one that is not given leaves no attribute behind: recipes may fill it. `says`: a verb's own help."""
-    docs, kinds = _docs(), typing.get_type_hints(Config)
-    heading = {first: title for title, first in SECTIONS.items()}
-    group: Any = parser
-    for field in dataclasses.fields(Config):
-        if field.name in heading:
-            group = parser.add_argument_group(heading[field.name])
-        kind, text = kinds[field.name], docs[field.name].replace("%", "%%")
-        if field.default not in (None, ""):
-            text += f" [{field.default}]"
-        text = (says or {}).get(field.name, text)
-        if kind is bool:
-            group.add_argument(
-                flag(field.name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text, dest=field.name
-            )
-        else:
-            choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
-            metavar = "|".join(choices) if choices else field.name.upper().rsplit("_", 1)[-1]
-            alone: dict[str, Any] = {"nargs": "?", "const": "auto", "type": _resume} if field.name == "resume" else {}
-            group.add_argument(
-                flag(field.name), default=argparse.SUPPRESS, metavar=metavar, help=text, dest=field.name, **alone
-            )
-
-
-def _resume(text: str) -> str:
-    if not text:
-        raise UsageError("--resume= has no value: name a record, or use --resume alone for the newest unfinished one")
-    return text
+@cache
+def names_with(*roles: Role) -> frozenset[str]:
+    """The names of the options that have at least one of these roles."""
+    return frozenset(field.name for field in dataclasses.fields(Config) if option_of(field).roles.intersection(roles))
 
 
 def make_config(*layers: Mapping[str, Any]) -> Config:
-    """A Config from layers of options, the later ones winning: the task's defaults, a recipe, flags."""
+    """A Config from layers of options: the task's defaults, a recipe, flags. Later layers win."""
     return Config(**merge_options(*(check_options(layer) for layer in layers)))
 
 
 def merge_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers of options as one, the later ones winning; one way to say the warm-up replaces the other."""
+    """Merge layers of options; later layers win. A warm-up in steps replaces one in epochs, and the other way around."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for name, other in (("warmup_epochs", "warmup_steps"), ("warmup_steps", "warmup_epochs")):
@@ -277,34 +260,27 @@ def merge_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as the fields' types; a UsageError for an unknown key or a value that no other option could make right."""
+    """Convert options to the types of their fields.
+
+    Raises a UsageError for an unknown key, and for a value that is wrong whatever the other options are.
+    """
+    fields = {field.name: field for field in dataclasses.fields(Config)}
     kinds = typing.get_type_hints(Config)
     converted = {}
     for key, value in options.items():
-        if key not in kinds:
-            raise unknown("key", key, kinds)
+        if key not in fields:
+            raise unknown("key", key, fields)
         converted[key] = _convert(key, value, kinds[key])
-        check_value(key, converted[key])
+        option_of(fields[key]).check(key, converted[key])
     return converted
 
 
-def to_flags(options: Mapping[str, Any]) -> list[str]:
-    """The command-line flags that say these options."""
-    flags = []
-    for key, value in options.items():
-        if isinstance(value, bool):
-            flags.append(flag(key) if value else "--no-" + key.replace("_", "-"))
-        elif value is not None and (key, value) != ("resume", ""):
-            flags.append(f"{flag(key)}={value}")
-    return flags
-
-
 def _convert(key: str, value: Any, kind: Any) -> Any:
-    """`value`, from a flag (text), TOML or Python, as the field's type; a UsageError where it does not fit."""
+    """Convert a value from a flag (text), TOML or Python to the field's type; a UsageError if it does not fit."""
     if isinstance(kind, types.UnionType):  # `int | None`
         if value is None:
             return None
-        kind = next(arm for arm in typing.get_args(kind) if arm is not type(None))
+        kind = next(member for member in typing.get_args(kind) if member is not type(None))
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if value not in choices:
@@ -327,17 +303,3 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
 
 
 _KIND_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-
-
-def _docs() -> dict[str, str]:
-    """Each field's help: the string that stands under it in this file."""
-    (tree,) = ast.parse(inspect.getsource(Config)).body
-    assert isinstance(tree, ast.ClassDef)
-    docs: dict[str, str] = {}
-    pairs: Sequence[tuple[ast.stmt, ast.stmt]] = list(zip(tree.body, tree.body[1:], strict=False))
-    for field, text in pairs:
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            assert isinstance(text, ast.Expr)
-            assert isinstance(text.value, ast.Constant)
-            docs[field.target.id] = " ".join(str(text.value.value).split())
-    return docs

@@ -6,36 +6,26 @@ batch); N workers with the given options; and, for a built-in task, N workers wi
 batch. The best arm that is not worse than the reference is saved as a recipe. Nothing at the top of this file imports torch.
 """
 
+import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, check_options, flag, make_config, merge_options
+from paceline.config import Config, check_options, flag, make_config, merge_options, names_with
 from paceline.dist.place import read_place
 from paceline.errors import UsageError
 from paceline.files import write_file
+from paceline.flags import add_flags, add_task
+from paceline.options import Role
 from paceline.records import name_for
 from paceline.spread import Comparison, mean
 from paceline.study.results import compare_arm, difference_words, final_values, spread_words, table
-from paceline.study.runs import NOT_ITS_OWN
 from paceline.study.study import Arm, Study, is_built_in, parse_seeds, read_base, run_study
 from paceline.toml import packaged_recipes, read_recipe, to_toml
 
 REFERENCE = "reference"
-
-_FROM_RECIPE = (
-    *("reference_batch", "accumulate", "optimizer", "base_lr", "lr_rule", "momentum", "nesterov", "beta1", "beta2"),
-    *("grad_averaging", "trust_coefficient", "adapt_all", "rest", "rest_lr", "fixed_norm", "sam_rho", "weight_decay"),
-    *("decay_all", "label_smoothing", "clip_norm", "gradient_noise", "norm_part", "ema", "local_steps", "local_after"),
-    *("schedule", "schedule_by", "warmup_epochs", "warmup_steps", "warmup_from", "peak_at", "step_at", "step_factor"),
-    *("crop", "flip", "erase"),
-)
-"""Options taken from a packaged recipe. The user's model, data and number of epochs stay, so that arms can be compared."""
-
-_FOR_SEVERAL = ("virtual_workers", "global_batch", "local_steps", "measure_noise")
-"""Options that need more than one worker."""
 
 _NEAR = math.log(2) + 1e-9
 """A recipe for a batch more than twice or less than half as large is not used."""
@@ -44,9 +34,19 @@ _ORDER = ("better", "equal", "no worse", "undecided", "no verdict", "worse")
 _GOOD = ("better", "equal", "no worse")
 
 
-def rehearse(given: Mapping[str, Any]) -> int:
-    """Run the verb: train the arms, print the table and the verdict, write the recipe."""
-    options = dict(given)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the task, how often to train it, and one flag per option."""
+    add_task(parser)
+    parser.add_argument("--seeds", default="3", metavar="N", help="N seeds (3) or these (0,5,7) [3]")
+    parser.add_argument(
+        "--margin", default=0.005, type=float, metavar="X", help="accuracies (or losses) this close count as equal [0.005]"
+    )
+    parser.add_argument("--per-device", default=1, type=int, metavar="N", help="runs at once on each GPU, or on the CPU [1]")
+    add_flags(parser)
+
+
+def run(options: dict[str, Any]) -> int:
+    """Train the arms, print the table and the verdict, write the recipe."""
     task, recipe = options.pop("task"), options.pop("recipe", None)
     seeds, margin, per_device = options.pop("seeds", "3"), options.pop("margin", 0.005), options.pop("per_device", 1)
     options = {**read_base(recipe), **options} if recipe else options
@@ -75,7 +75,7 @@ def make_rehearsal(
 ) -> tuple[Study, int]:
     """The study to run, and N. Raises a UsageError for options that cannot be rehearsed."""
     for key in options:
-        if key in NOT_ITS_OWN:
+        if key in names_with(Role.STUDY):
             raise UsageError(f"{flag(key)} cannot be given: rehearse sets it" + ("; use --seeds" if key == "seed" else ""))
     if not margin > 0 or not math.isfinite(margin):
         raise UsageError(f"--margin is {margin}: it must be a positive number, such as 0.005")
@@ -90,7 +90,7 @@ def make_rehearsal(
         raise UsageError(f"--virtual-workers {parts} is less than --workers {workers}: each worker needs at least one part")
     reference_batch = asked.get("reference_batch") or _task_default(task, asked, "reference_batch")
     batch = asked.get("global_batch") or reference_batch * parts
-    plain = {name: value for name, value in asked.items() if name not in _FOR_SEVERAL}
+    plain = {name: value for name, value in asked.items() if name not in names_with(Role.SEVERAL_PARTS)}
     if plain.get("lr_rule") == "adascale":
         plain["lr_rule"] = "none"  # at k = 1 its gain is 1
     large = {"virtual_workers": parts, "global_batch": batch}
@@ -102,9 +102,9 @@ def make_rehearsal(
     found = read_recipe(nearest) if nearest else {}
     hidden = str(asked.get("model", "")).partition(":")[0] != "linear"
     if nearest and (hidden or found.get("optimizer") != "muon"):  # muon needs hidden layers
-        kept = {name: value for name, value in plain.items() if name not in _FROM_RECIPE}
-        kept |= {name: plain[name] for name in ("crop", "flip", "erase") if name in plain}
-        taken = {name: value for name, value in found.items() if name in _FROM_RECIPE}
+        # The user's model, data and number of epochs stay, so that arms can be compared.
+        kept = {name: value for name, value in plain.items() if name not in names_with(Role.METHOD)}
+        taken = {name: value for name, value in found.items() if name in names_with(Role.METHOD, Role.AUGMENT)}
         arms.append(
             Arm(name=f"{workers} workers with {nearest}", options={**merge_options(kept, taken), **large}, about=nearest)
         )
@@ -168,9 +168,8 @@ def _write_recipe(path: Path, study: Study, best: str, workers: int) -> None:
     """Write all options of the arm except `workers`, which depends on where the recipe is used."""
     options = next(arm.options for arm in study.arms if arm.name == best)
     config = replace(make_config(_defaults(study.task, options)), workers=None)
-    lines = [line for line in to_toml(config).splitlines() if line.partition(" = ")[0] not in NOT_ITS_OWN]
     about = f"# {best}, rehearsed\n#     paceline train {study.task} --workers {workers} --recipe THIS_FILE\n"
-    write_file(path, about + "\n".join(lines) + "\n")
+    write_file(path, about + to_toml(config, without=names_with(Role.STUDY)))
 
 
 def _defaults(task: str, options: Mapping[str, Any]) -> dict[str, Any]:

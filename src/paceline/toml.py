@@ -1,23 +1,26 @@
-"""Options as TOML: recipes, by file or by the name of one that ships with the package, and what a record keeps.
+"""Options as TOML: recipes, given by file or by the name of a packaged one, and the record's `config.toml`.
 
 Nothing here imports torch.
 """
 
 import dataclasses
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from paceline.config import Config
 from paceline.errors import UsageError, unknown
 from paceline.values import short
 
 _MOST_BYTES = 1_000_000
-_MOST_DOTS = 50  # of a key; the parser's memory grows with their square
+_MOST_DOTS = 50  # in a key; the parser's memory grows with their square
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """A TOML file's content; a UsageError of one line, which calls it `what`, where there is none."""
+    """The content of a TOML file. A UsageError of one line, which calls the file `what`, if it cannot be read."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -42,7 +45,7 @@ def _is_deep(line: bytes) -> bool:
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """The options in a TOML file, or in the packaged recipe of that name: keys are Config's fields."""
+    """The options in a TOML file, or in the packaged recipe of that name. Keys are the fields of `Config`."""
     path = Path(name)
     if path.name == name and not path.suffix and not path.exists():
         packaged = packaged_recipes()
@@ -64,18 +67,7 @@ def packaged_recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted((Path(__file__).parent / "recipes").glob("*.toml"))}
 
 
-def to_toml(config: Config) -> str:
-    """The configuration as TOML that `--recipe` reads back to an equal Config."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return "".join(f"{name} = {_value(value)}\n" for name, value in values.items() if value is not None)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = "".join(
-            "\\" + c if c in '"\\' else c if c.isprintable() else f"\\U{ord(c):08x}" for c in value
-        )  # a basic string: TOML knows no raw control characters
-        return f'"{escaped}"'
-    return repr(value)
+def to_toml(config: Config, without: Collection[str] = ()) -> str:
+    """The options, except those named in `without`, as TOML. `--recipe` reads all of them back to an equal Config."""
+    options = {name: value for name, value in dataclasses.asdict(config).items() if name not in without}
+    return tomli_w.dumps({name: value for name, value in options.items() if value is not None})

@@ -19,6 +19,7 @@ from harness.processes import paceline, run
 from paceline import cli, config, toml
 from paceline.config import Config, flag
 from paceline.data import fashion_mnist
+from paceline.doctor import verb
 from paceline.errors import PacelineError, refuse_exit
 from paceline.training import run as training
 
@@ -320,10 +321,9 @@ def test_version(capsys):
     "argv",
     [
         ["--help"],
-        ["train", "--help"],
+        *([name, "--help"] for name in cli.VERBS),
         ["train", "fashion-mnist", "--epochs", "0"],
         ["trian"],
-        ["study", "--help"],
         ["study", "missing.toml"],
         ["rehearse", "fashion-mnist"],
     ],
@@ -382,7 +382,7 @@ def test_an_error_of_ours_has_no_control_characters(capsys, monkeypatch):
     def fail(*_: Any) -> int:
         raise LookupError("\x1b[2J")
 
-    monkeypatch.setattr(cli, "_verb", fail)
+    monkeypatch.setattr(verb, "run", fail)
     assert cli.run(["doctor"]) == 1
     assert "\x1b" not in capsys.readouterr().err
 
@@ -398,7 +398,7 @@ def test_only_a_reader_that_goes_away_is_no_traceback(capsys, monkeypatch, gone)
     try:
         if gone:
             os.close(reader)
-        monkeypatch.setattr(cli, "_verb", broken)
+        monkeypatch.setattr(verb, "run", broken)
         monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=lambda: writer))
         assert cli.run(["doctor"]) == 1
         assert ("BrokenPipeError" in capsys.readouterr().err) == (not gone)
@@ -409,13 +409,13 @@ def test_only_a_reader_that_goes_away_is_no_traceback(capsys, monkeypatch, gone)
 
 
 def test_sys_exit_in_user_code_is_an_error(monkeypatch, capsys):
-    def verb(args):
+    def leave(options):
         sys.exit(0)
 
-    monkeypatch.setattr(cli, "_verb", verb)
+    monkeypatch.setattr(verb, "run", leave)
     assert cli.run(["doctor"]) == 1
     err = capsys.readouterr().err
-    assert err.startswith("paceline: sys.exit(0) was called in verb, line ")
+    assert err.startswith("paceline: sys.exit(0) was called in leave, line ")
     assert len(err.splitlines()) == 1
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from paceline import doctor as module
-from paceline.doctor import Finding, doctor
+from paceline.doctor import checks as module
+from paceline.doctor.checks import Finding, doctor
 from paceline.errors import DataError
 from paceline.training.precision import TRIAL_THREADS, Trial
 

@@ -142,7 +142,7 @@ def test_a_full_stdout_is_one_line_on_stderr(runs: Path, full: int) -> None:
     done = train("print('hello', flush=True)", full)
     why = os.strerror(errno.ENOSPC)
     assert done.returncode == 0
-    assert done.stderr == f"paceline: stdout cannot be written ({why}): training goes on, the record has everything\n"
+    assert done.stderr == f"paceline: stdout cannot be written ({why}): training continues, and the record has everything\n"
 
 
 def test_a_broken_pipe_in_the_task_itself_is_reported_as_a_failure(runs: Path, broken: int) -> None:

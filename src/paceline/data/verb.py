@@ -1,14 +1,14 @@
 """`paceline data`: list the built-in data sets, fetch one, verify one.
 
 Each function prints its lines and returns the exit code. A download shows a progress bar on a terminal; piped, it prints a line
-for each quarter of a file.
+for each quarter of a file. numpy is imported only when they run.
 """
 
+import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from paceline.data import fashion_mnist
 from paceline.errors import DataError
 from paceline.output import is_terminal, say
 
@@ -16,8 +16,25 @@ if TYPE_CHECKING:  # rich is slow to import, and few commands download
     from rich.progress import Progress, TaskID
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what to do, with which data set, and where."""
+    parser.add_argument("action", choices=("list", "fetch", "verify"))
+    parser.add_argument("name", nargs="?", default="fashion-mnist", help="the data set [fashion-mnist]")
+    parser.add_argument("--data-dir", default="", metavar="DIR", help="folder to search, or to download to")
+
+
+def run(options: dict[str, Any]) -> int:
+    """List, fetch or verify."""
+    folder = Path(options["data_dir"]) if options["data_dir"] else None
+    if options["action"] == "list":
+        return list_data(folder)
+    return (fetch if options["action"] == "fetch" else verify)(options["name"], folder)
+
+
 def list_data(data_dir: Path | None = None) -> int:
     """Each data set, its size (training + validation images), and where it is or how to get it."""
+    from paceline.data import fashion_mnist
+
     for name, source in fashion_mnist.SOURCES.items():
         folder = fashion_mnist.find(name, data_dir)
         if source.ships:
@@ -30,6 +47,8 @@ def list_data(data_dir: Path | None = None) -> int:
 
 def fetch(name: str, data_dir: Path | None = None) -> int:
     """Download `name` unless it is complete already: in `data_dir` if given, otherwise anywhere that `load` searches."""
+    from paceline.data import fashion_mnist
+
     if fashion_mnist.source_named(name).ships:
         print(f"{name} ships with paceline: nothing to fetch")
         return 0
@@ -49,6 +68,8 @@ def fetch(name: str, data_dir: Path | None = None) -> int:
 
 def verify(name: str, data_dir: Path | None = None) -> int:
     """Check each file of `name` against its published SHA-256: only in `data_dir` if given, otherwise where `load` reads it."""
+    from paceline.data import fashion_mnist
+
     ships = fashion_mnist.source_named(name).ships
     folder = fashion_mnist.find(name) if ships or data_dir is None else data_dir
     if folder is None:

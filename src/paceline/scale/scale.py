@@ -15,11 +15,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, make_config, to_flags
+from paceline.config import Config, flag, make_config, names_with
 from paceline.dist.launch import launch
 from paceline.dist.place import core_count, read_place
 from paceline.errors import PacelineError, RecordError, UsageError, reason
 from paceline.files import read_json, write_json
+from paceline.flags import to_flags
+from paceline.options import Role
 from paceline.output import is_terminal
 from paceline.records import environment, name_for
 from paceline.scale.verdict import table, verdict
@@ -28,7 +30,6 @@ from paceline.toml import read_recipe
 FILE = "scale.json"
 _OWN = ("windows", "window_s", "mode")
 _STEP = ("global_batch", "virtual_workers")
-NOT_FOR_SCALE = ("resume", "profile", "max_restarts", "min_workers", "target_accuracy", "max_steps", "tracker")
 
 
 def scale_verb(given: Mapping[str, Any]) -> int:
@@ -104,7 +105,7 @@ def _measure_world(task: str, options: Mapping[str, Any], how: Mapping[str, Any]
 
 def _of_recipe(options: Mapping[str, Any], mode: str) -> dict[str, Any]:
     """The options of a training recipe that apply to scale."""
-    without = NOT_FOR_SCALE + (_STEP if mode == "weak" else ())
+    without = names_with(Role.WHOLE_RUN).union(_STEP if mode == "weak" else ())
     return {name: value for name, value in options.items() if name not in without}
 
 
@@ -135,9 +136,9 @@ def parse_counts(text: str) -> list[int]:
 
 def _check(options: Mapping[str, Any], how: Mapping[str, Any]) -> None:
     """Check the options before anything is started."""
-    for name in NOT_FOR_SCALE:
-        if name in options:
-            raise UsageError(f"--{name.replace('_', '-')} does not apply to scale, which only trains a few windows: remove it")
+    for name in options:
+        if name in names_with(Role.WHOLE_RUN):
+            raise UsageError(f"{flag(name)} does not apply to scale, which only trains a few windows: remove it")
     if how["mode"] == "weak" and (set(_STEP) & set(options)):
         raise UsageError(
             "--mode weak gives each worker one part of --reference-batch samples: use that flag, or --mode strong, which keeps"
@@ -163,7 +164,7 @@ def _mode_options(options: Mapping[str, Any], mode: str, most: int, found: Mappi
 
 def _measure_there(task: str, options: Mapping[str, Any], how: Mapping[str, Any]) -> None:
     """Start N workers, each running this command again."""
-    where = make_config({name: value for name, value in options.items() if name in _WHERE})
+    where = make_config({name: value for name, value in options.items() if name in names_with(Role.LAUNCH)})
     own = [f"--{name.replace('_', '-')}={value}" for name, value in how.items()]
     outcome = launch(["scale", task, *to_flags(options), *own], where)
     if outcome.exit_code == 0:
@@ -173,9 +174,6 @@ def _measure_there(task: str, options: Mapping[str, Any], how: Mapping[str, Any]
     error = PacelineError(outcome.failure.text)
     error.exit_code = outcome.exit_code
     raise error
-
-
-_WHERE = ("workers", "nodes", "node_id", "rendezvous", "backend", "timeout_s", "grace_s")
 
 
 def _name(task: str) -> str:

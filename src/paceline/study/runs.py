@@ -15,20 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, flag
+from paceline.config import Config, flag, names_with
 from paceline.dist.messages import headline
 from paceline.errors import DataError, PacelineError, RecordError, Stopped, UsageError, reason
 from paceline.files import lock, read_json, write_json
+from paceline.options import Role
 from paceline.records import Status, read_result
-
-NOT_ITS_OWN = ("seed", "name", "runs_dir", "resume", "nodes", "node_id", "rendezvous")
-"""Options that are the study's to give, not an arm's."""
-
-_INDIFFERENT = (
-    *(*NOT_ITS_OWN, "backend", "timeout_s", "max_restarts", "min_workers", "grace_s", "loader_workers"),
-    *("check_every", "log_every", "profile", "tracker", "checkpoint_every", "keep"),
-)
-"""Options that may change without a run having to be done anew."""
 
 _TRIES = 2  # for a run that kills its process
 
@@ -147,10 +139,11 @@ def _move_aside(record: Path) -> Path:
 def changed(state: Mapping[str, Any], run: RunSpec) -> list[str]:
     """The options that differ from those in a run's saved state, in words."""
     old = {**vars(Config()), **state.get("options", {})}
+    may_change = names_with(Role.OPERATION, Role.STUDY)
     differ = [
         f"{flag(name)} was {old.get(name)}, is {value}"
         for name, value in run.resolved.items()
-        if name not in _INDIFFERENT and old.get(name) != value
+        if name not in may_change and old.get(name) != value
     ]
     task = state.get("task", run.task)
     return differ if task == run.task else [f"the task was {task}", *differ]

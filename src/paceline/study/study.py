@@ -24,11 +24,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, check_options, merge_options
+from paceline.config import Config, check_options, merge_options, names_with
 from paceline.dist.place import read_place
 from paceline.errors import UsageError, unknown
+from paceline.options import Role
 from paceline.study.results import read_results, table
-from paceline.study.runs import NOT_ITS_OWN, RunSpec
+from paceline.study.runs import RunSpec
 from paceline.study.slots import do_runs, work_as_slot
 from paceline.toml import read_recipe, read_toml
 
@@ -173,7 +174,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 def read_base(recipe: str) -> dict[str, Any]:
     """A recipe's options, without those that an arm may not set (a record's config.toml holds all options)."""
-    return {name: value for name, value in read_recipe(recipe).items() if name not in NOT_ITS_OWN}
+    return {name: value for name, value in read_recipe(recipe).items() if name not in names_with(Role.STUDY)}
 
 
 def is_built_in(task: str) -> bool:
@@ -286,7 +287,7 @@ def _read_arm(path: Path, name: str, common: Mapping[str, Any], arm: Any, given:
 def _own(options: Mapping[str, Any]) -> dict[str, Any]:
     """Check options that an arm sets: both names and values."""
     for key in options:
-        if key in NOT_ITS_OWN:
+        if key in names_with(Role.STUDY):
             raise UsageError(f"{key} cannot be set here: the study sets it" + ("; use seeds" if key == "seed" else ""))
     return check_options(options)
 

@@ -1,8 +1,8 @@
-"""Load a task's data, and check that all workers and all attempts of a run see the same.
+"""Load a task's data, and check that all workers and all attempts of a run see the same data.
 
 Arrays are compared by their bytes. A user's own Dataset is compared by its length and 18 of its items, each read twice. A field
-of the items, such as the image in (image, label), is left out if it differs between two readings of any item: an image flipped
-by an unseeded generator looks the same in every second pair of readings.
+of the items, such as the image in (image, label), is left out if it differs between two readings of any item: for a single
+item, an image flipped by an unseeded generator looks the same in every second pair of readings.
 """
 
 import dataclasses
@@ -29,20 +29,20 @@ from paceline.dist.world import World
 from paceline.errors import UsageError, WorkersDisagree
 from paceline.training.task import Task
 
-_DATA = 0xDA7A  # keeps the numbers that make data apart from those of step 0
+_DATA = 0xDA7A  # separates the random numbers that make data from those of step 0
 _SAME_DATA = "the task must make the same data in every worker"
 _CAUSES = (
     "the task must make the same data in every worker: pass generator=torch.Generator().manual_seed(0) to random_split, and"
     " sort labels that come from a set"
 )
 _Hashes = dict[str, str | None]
-_ITEMS = 16  # of a Dataset, besides the first and the last
-_MOST_WORDS = 1 << 24  # of 8 bytes, of an array: 128 MiB take 50 ms, all of Fashion-MNIST 17 ms
-_BLOCK = 512  # words that are compared together: a page of memory, so that a mapped file is not read as a whole
+_ITEMS = 16  # to compare in a Dataset, besides the first and the last
+_MOST_WORDS = 1 << 24  # of 8 bytes, compared per array: 128 MiB take 50 ms, all of Fashion-MNIST 17 ms
+_BLOCK = 512  # words compared together: a page of memory, so that a mapped file is not read as a whole
 
 
 def load_data(task: Task, config: Config, world: World) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any], str]:
-    """Both data sets and a hash of them. A node's first worker goes first: it may have to fetch them for the others.
+    """Load both data sets and hash them. The first worker of a node goes first: it may have to download for the others.
 
     Raises WorkersDisagree if workers see different data. Collective: call on every rank.
     """
@@ -60,7 +60,7 @@ def load_data(task: Task, config: Config, world: World) -> tuple[Arrays | Datase
             digest.update(repr(_agree_on_items(data, which, config, world)).encode())
     if config.train_samples:
         if not isinstance(train, Arrays):
-            raise UsageError("--train-samples needs data held in Arrays; cut your Dataset with torch.utils.data.Subset instead")
+            raise UsageError("--train-samples needs data in Arrays; use torch.utils.data.Subset for your Dataset instead")
         if config.train_samples > count_samples(train):
             raise UsageError(
                 f"--train-samples is {config.train_samples}: task {task.name} has {count_samples(train)} training samples"
@@ -73,12 +73,12 @@ def load_data(task: Task, config: Config, world: World) -> tuple[Arrays | Datase
 
 
 def count_samples(data: Arrays | Dataset[Any]) -> int:
-    """How many samples there are."""
+    """The number of samples."""
     return len(cast(Any, data))
 
 
 def _make(task: Task, config: Config) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any]]:
-    """Data made at random is the same on every worker: its numbers follow from the seed."""
+    """Make both data sets, seeded: data made at random is the same on every worker."""
     seed_sample(key(config.seed, _DATA, 0))
     train = task.train()
     seed_sample(key(config.seed, _DATA, 1))
@@ -86,7 +86,7 @@ def _make(task: Task, config: Config) -> tuple[Arrays | Dataset[Any], Arrays | D
 
 
 def _facts(data: Arrays | Dataset[Any]) -> dict[str, Tensor]:
-    """What all workers must have in common: the number of samples and the content of arrays."""
+    """What must be equal on all workers: the number of samples and the content of arrays."""
     facts = {"samples": torch.tensor(count_samples(data))}
     for i, tensor in enumerate(data.tensors if isinstance(data, Arrays) else ()):
         words, rest = _words(tensor)
@@ -97,9 +97,9 @@ def _facts(data: Arrays | Dataset[Any]) -> dict[str, Tensor]:
 
 
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """A tensor's bytes as blocks of int64, for an eighth of the work, and the bytes that are left over."""
+    """A tensor's bytes as blocks of int64, which are an eighth of the work, and the remaining bytes."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-    if flat.storage_offset() % 8:  # torch only views aligned bytes as int64
+    if flat.storage_offset() % 8:  # torch can view only aligned bytes as int64
         flat = flat.clone()
     whole = flat.numel() // (8 * _BLOCK) * (8 * _BLOCK)
     return flat[:whole].view(torch.int64).view(-1, _BLOCK), flat[whole:]
@@ -110,22 +110,23 @@ def _agree_on_items(data: Dataset[Any], which: str, config: Config, world: World
     samples = _choose_items(count_samples(data), config.seed)
     read = partial(_hash_items, data, samples, config.seed)
     hashes = in_child(read) if config.loader_workers else None
-    rows = world.gather(read() if hashes is None else hashes)  # read here, a mistake in the Dataset shows as it is
+    # A Dataset that failed in the child is read here, so that its own error shows.
+    rows = world.gather(read() if hashes is None else hashes)
     found = world.broadcast(_compare(rows) if rows else None)
     if found["differs"] is not None:
         item, rank = found["differs"]
         raise WorkersDisagree(
-            f"workers see different {which} data: item {samples[item]} of {count_samples(data):,} on worker {rank} is not the"
-            f" one on worker 0; {_CAUSES}"
+            f"workers see different {which} data: item {samples[item]} of {count_samples(data):,} on worker {rank} differs from"
+            f" that on worker 0; {_CAUSES}"
         )
     return list(found["hashes"])
 
 
 def in_child(function: Callable[[], Any]) -> Any:
-    """What the function returns, made of what JSON can say, from a fork of this process; None if it failed there.
+    """Call the function, which returns JSON, in a fork of this process; None if it failed there.
 
-    A Dataset that opens its file when it is first read must not do so in this process: its loader processes, which are forks
-    too, would share the position in that file.
+    A Dataset that opens its file on first use must not open it in this process: the loader processes, which are also forks,
+    would share the position in that file.
     """
     reader, writer = os.pipe()
     parent, child = os.getpid(), os.fork()
@@ -144,12 +145,12 @@ def in_child(function: Callable[[], Any]) -> Any:
 
 
 def _choose_items(count: int, seed: int) -> list[int]:
-    """The first, the last and a few in between."""
+    """The first item, the last and a few in between."""
     return sorted({0, count - 1, *(key(seed, _DATA, 2, n) % count for n in range(_ITEMS))}) if count else []
 
 
 def _hash_items(data: Dataset[Any], samples: list[int], seed: int) -> list[_Hashes]:
-    """Hashes of each item's fields, None where two readings differ. Augmentation draws the same numbers both times."""
+    """Hash each item's fields; None if two readings differ. Both readings draw the same random numbers."""
     readings: list[list[_Hashes]] = []
     for _ in range(2):
         readings.append([])
@@ -164,14 +165,14 @@ def _same(first: _Hashes, second: _Hashes) -> _Hashes:
 
 
 def _fields(item: Any) -> dict[str, Any]:
-    """What an item is made of, by name: the elements of a tuple, the values of a dict, else the whole."""
+    """The fields of an item, by name: the elements of a tuple, the values of a dict, or else the whole item."""
     if isinstance(item, Mapping):
         return {str(name): value for name, value in sorted(item.items(), key=lambda pair: str(pair[0]))}
     return {str(i): value for i, value in enumerate(item)} if isinstance(item, tuple | list) else {"": item}
 
 
 def _compare(rows: list[list[_Hashes]]) -> dict[str, Any]:
-    """The hashes of all that is reproducible on all workers; and the first item in which that differs, with the worker."""
+    """The hashes of the fields that are reproducible on all workers; and the first item that differs, with the worker."""
     unstable = {name for row in rows for item in row for name, value in item.items() if value is None}
     stable = [[{name: value for name, value in item.items() if name not in unstable} for item in row] for row in rows]
     pairs = ((item, rank) for item in range(len(stable[0])) for rank in range(len(stable)))
@@ -182,11 +183,11 @@ def _compare(rows: list[list[_Hashes]]) -> dict[str, Any]:
 
 
 def hash_content(item: Any) -> str | None:
-    """64 bits, in hex, of the numbers and texts in a sample, whatever it is made of. None if it cannot be hashed."""
+    """A 64-bit hash, in hex, of the numbers and texts in a sample of any type. None if it cannot be hashed."""
     digest = hashlib.blake2b(digest_size=8)
     try:
         _feed(digest, item)
-    except Exception:  # an exotic tensor or array: a check must not end a run that would have worked
+    except Exception:  # an unusual tensor or array: a check must not end a run that would have worked
         return None
     return digest.hexdigest()
 
@@ -196,7 +197,7 @@ class _Digest(Protocol):
 
 
 def _feed(digest: _Digest, item: Any) -> None:
-    """Each value with its type and size, so that no two samples read the same; objects of unknown types are left out."""
+    """Hash each value with its type and size, so that different samples stay different. Skip objects of unknown types."""
     if isinstance(item, Tensor):
         if item.layout == torch.strided:
             digest.update(f"tensor {item.dtype} {tuple(item.shape)} ".encode())
@@ -217,7 +218,7 @@ def _feed(digest: _Digest, item: Any) -> None:
         _feed_all(digest, "list", item)
     elif dataclasses.is_dataclass(item) and not isinstance(item, type):
         _feed_all(digest, "fields", [(each.name, getattr(item, each.name)) for each in dataclasses.fields(item)])
-    elif callable(getattr(item, "tobytes", None)):  # an image of PIL's, an array.array
+    elif callable(getattr(item, "tobytes", None)):  # a PIL image, an array.array
         about = [str(getattr(item, name, "")) for name in ("mode", "size", "typecode")]
         _feed_all(digest, type(item).__name__, [*about, item.tobytes()])
 

@@ -1,4 +1,4 @@
-"""Who watches a run: the printer, the recorder, a tracker. The loop calls them on rank 0 and knows nothing else about them."""
+"""Observers of a run: the printer, the recorder, a tracker. The loop calls them on rank 0 and knows nothing else about them."""
 
 import errno
 import importlib.util
@@ -14,7 +14,7 @@ from paceline.config import Config
 from paceline.contract import Contract
 from paceline.errors import PacelineError, RecordError, UsageError
 from paceline.output import try_say, warn
-from paceline.records import Record, environment
+from paceline.records import Record, Status, environment
 from paceline.toml import read_toml, to_toml
 from paceline.training.timing.health import describe, judge
 from paceline.training.timing.profile import describe_timeline
@@ -27,7 +27,7 @@ class Result:
     """How a run ended."""
 
     status: str
-    """done, target reached, diverged, interrupted or failed."""
+    """A `Status`: done, target reached, diverged, interrupted or failed."""
     why: str = ""
     epochs: int = 0
     steps: int = 0
@@ -41,11 +41,11 @@ class Result:
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> "Result":
-        """A result from JSON: fields that are missing or of another kind have their defaults, and unknown ones are ignored."""
+        """A result from JSON. Fields that are missing or of another type get their defaults; unknown fields are ignored."""
         kinds = {"metrics": dict, "epochs": int, "steps": int, "train_time_s": int | float, "samples_per_s": int | float}
         known = [each.name for each in fields(cls)]
         kept = {name: found[name] for name in known if isinstance(found.get(name), cast(Any, kinds.get(name, str)))}
-        return cls(**{"status": "failed", "metrics": {}, **kept})
+        return cls(**{"status": Status.FAILED, "metrics": {}, **kept})
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Rows:
     count: int = 0
 
     def add(self, metrics: Mapping[str, float], every: int, last: bool) -> Row | None:
-        """Add a step; a row when `every` of them are together or it is the last of its epoch."""
+        """Add a step. Returns a row after `every` steps and after the last step of an epoch."""
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in metrics.items()}
         self.count += 1
         if self.count < every and not last:
@@ -67,13 +67,13 @@ class Rows:
 
 
 class Observer(Protocol):
-    """What the loop tells those who watch."""
+    """What the loop calls during a run."""
 
     def start(self, contract: Contract) -> None:
         """Before the first step."""
 
     def say(self, text: str) -> None:
-        """What the user should know, in a line."""
+        """One line that the user should know."""
 
     def step(self, row: Row) -> None:
         """Every `log_every` steps."""
@@ -82,13 +82,13 @@ class Observer(Protocol):
         """After each epoch's validation."""
 
     def health(self, row: Row) -> None:
-        """Now and then: images/s, where the step goes, the slowest worker, memory."""
+        """From time to time: images/s, where the time of a step goes, the slowest worker, memory."""
 
     def timeline(self, timeline: Row) -> None:
-        """Once, where it was asked for (`--profile`)."""
+        """Once, with `--profile`."""
 
     def end(self, result: Result, model: nn.Module | None) -> None:
-        """Once, however the run ended; the model only if it is worth keeping."""
+        """Once, however the run ended; with the model if it is worth keeping."""
 
 
 class Recorder:
@@ -109,11 +109,11 @@ class Recorder:
             raise
 
     def _describe(self, contract: Contract) -> None:
-        """Write config.toml and environment.json unless they exist: a run may have been killed before it wrote them.
+        """Write config.toml and environment.json if they are missing: a run may have been killed before it wrote them.
 
         A damaged config.toml is replaced.
         """
-        # The numbers that were left to follow from the world are written out, so that the recipe repeats this run elsewhere.
+        # Write out the options that were derived from the world, so that the recipe repeats this run anywhere.
         resolved = replace(
             self._config,
             workers=contract.workers // contract.nodes,
@@ -155,7 +155,7 @@ class Recorder:
             if model is not None:
                 self._save(model)
         except BaseException as error:
-            result = replace(result, status="failed", why=str(error) or type(error).__name__)
+            result = replace(result, status=Status.FAILED, why=str(error) or type(error).__name__)
             raise
         finally:
             self._record.finish(asdict(result))
@@ -163,32 +163,32 @@ class Recorder:
     def _save(self, model: nn.Module) -> None:
         from safetensors.torch import save_file, save_model
 
-        where = self._record.path / "model.safetensors"
+        target = self._record.path / "model.safetensors"
         try:
-            with self._record.replacing(where.name) as path:
+            with self._record.replacing(target.name) as path:
                 try:
                     save_model(model, str(path))
-                except RuntimeError:  # views of one memory, of which none covers it all: save each as what it shows
+                except RuntimeError:  # views that share memory which none of them covers: save a copy of each
                     save_file({name: t.clone().contiguous() for name, t in model.state_dict().items()}, str(path))
         except PacelineError:
             raise
-        except Exception as error:  # a full disk is a SafetensorError, not an OSError; a kind of tensor it does not know, ...
+        except Exception as error:  # a full disk is a SafetensorError, not an OSError; unsupported kinds of tensors; ...
             why = " ".join(str(error).split()) or type(error).__name__
-            raise RecordError(f"cannot write {where}: {why}; free some space or choose another --runs-dir") from error
+            raise RecordError(f"cannot write {target}: {why}; free some space or choose another --runs-dir") from error
 
 
 class Printer:
-    """Speaks to the person: the contract, a line an epoch, the end; on a terminal also where the epoch is."""
+    """Prints the contract, one line per epoch, and the end; on a terminal also progress within the epoch."""
 
-    def __init__(self, unit: str, terminal: bool, lost: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, unit: str, terminal: bool, failed: Callable[[str], None] = lambda text: None) -> None:
         self._unit, self._terminal = unit, terminal
-        self._lost, self._silent = lost, False
-        """Called once when printing fails; whether it has failed."""
+        self._failed, self._silent = failed, False
+        """Called once, when printing fails; whether it has failed."""
         self._total = self._per_epoch = self._workers = 1
         self._record = ""
-        self._told: tuple[str, ...] | None = None
+        self._reported: tuple[str, ...] | None = None
         self._last: tuple[str, ...] = ()
-        """What held the run up when that was told of, and at the last look."""
+        """What slowed the run down: as last printed, and at the last look."""
 
     def start(self, contract: Contract) -> None:
         self._total, self._per_epoch, self._workers = contract.total_steps, contract.steps_per_epoch, contract.workers
@@ -203,7 +203,7 @@ class Printer:
             for what, text in contract.lines():
                 table.add_row(what, text, style=None)
             console = Console(highlight=False, markup=False)
-            with console.capture() as captured:  # rich ends the process when a reader goes away
+            with console.capture() as captured:  # printing itself, rich would end the process when its reader is gone
                 console.print(Panel(table, title="contract", expand=False))
             self._print(captured.get(), end="")
             return
@@ -237,12 +237,12 @@ class Printer:
         self._line(", ".join(words))
 
     def health(self, row: Row) -> None:
-        """The first look, which tells of no troubles yet; then what two looks in a row find that was not told before."""
-        found, last, first = judge(row), self._last, self._told is None
-        self._last, self._told = found, self._told or ()
-        if first or (found == last and found != self._told):
-            self._told = () if first else found
-            self._line(f"health: {describe(row, self._unit, self._told)}")
+        """Print the first look, without its problems; later only problems that two looks in a row found and that are new."""
+        found, last, first = judge(row), self._last, self._reported is None
+        self._last, self._reported = found, self._reported or ()
+        if first or (found == last and found != self._reported):
+            self._reported = () if first else found
+            self._line(f"health: {describe(row, self._unit, self._reported)}")
 
     def timeline(self, timeline: Row) -> None:
         about = timeline["paceline"]
@@ -251,7 +251,7 @@ class Printer:
             self._line(line)
 
     def end(self, result: Result, model: nn.Module | None) -> None:
-        if result.status not in ("done", "target reached"):
+        if result.status not in (Status.DONE, Status.TARGET_REACHED):
             self._line(f"{result.status} after {result.steps} steps; the record so far is in {result.record}")
             return
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
@@ -263,35 +263,37 @@ class Printer:
         self._print(f"\r{text}\x1b[K" if self._terminal else text)
 
     def _print(self, text: str, end: str = "\n") -> None:
-        """Print; after the first failure be silent. Whoever reads the output may go away, and the run goes on."""
+        """Print, until printing fails once. The reader of the output may go away; the run continues without it."""
         error = None if self._silent else try_say(text, end)
         if error is not None:
             self._silent = True
             if isinstance(error, OSError) and error.errno != errno.EPIPE:
                 why = error.strerror or error
-                warn(f"paceline: stdout cannot be written ({why}): training goes on, the record has everything")
-            self._lost("the output could not be printed and is left out from here on: its reader is gone, or its disk is full")
+                warn(f"paceline: stdout cannot be written ({why}): training continues, and the record has everything")
+            self._failed(
+                "the output could not be printed and is left out from here on: its reader is gone, or its disk is full"
+            )
 
 
 def check_tensorboard() -> None:
-    """Raise a UsageError where TensorBoard is not installed: before anything is loaded or written."""
+    """Raise a UsageError if TensorBoard is not installed, before anything is loaded or written."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise UsageError("--tracker tensorboard: it is not installed here; pip install 'paceline[trackers]'")
+        raise UsageError("--tracker tensorboard: TensorBoard is not installed; pip install 'paceline[trackers]'")
 
 
 class TensorBoard:
-    """One tracker run in the record's folder. A disk that is full costs the tracker, not the run."""
+    """Writes to TensorBoard, in the record's folder. A full disk ends the tracker, not the run."""
 
-    def __init__(self, folder: str, lost: Callable[[str], None] = lambda text: None) -> None:
-        self._folder, self._lost, self._writer = folder, lost, cast(Any, None)
+    def __init__(self, folder: str, failed: Callable[[str], None] = lambda text: None) -> None:
+        self._folder, self._failed, self._writer = folder, failed, cast(Any, None)
 
     def start(self, contract: Contract) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What a resumed run does again goes: purge_step hides the old points from there on.
-        again = None if contract.resumed_at is None else contract.resumed_at + 1
+        # A resumed run repeats some steps: purge_step hides the old points from the first of these on.
+        repeated = None if contract.resumed_at is None else contract.resumed_at + 1
         try:
-            self._writer = SummaryWriter(self._folder, purge_step=again)
+            self._writer = SummaryWriter(self._folder, purge_step=repeated)
         except OSError as error:
             self._give_up(error)
         lines = "\n".join(f"    {what}: {text}" for what, text in contract.lines())
@@ -330,4 +332,4 @@ class TensorBoard:
 
     def _give_up(self, error: OSError) -> None:
         self._writer = None
-        self._lost(f"the tracker cannot be written and is left out from here on: {error.strerror or error}")
+        self._failed(f"the tracker cannot be written and is left out from here on: {error.strerror or error}")

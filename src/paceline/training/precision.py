@@ -1,8 +1,8 @@
 """Choose fp32 or bf16 for a run. On a CPU, a trial in a child process decides.
 
-A CPU's flags do not say whether bf16 works: on some virtual machines `amx_bf16` is listed and oneDNN's kernels still die of
-SIGILL. So a child process runs a convolution and matrix products, forward and backward, under autocast, and times bf16 against
-fp32. The answer is kept in the cache folder, per machine, torch version, variables and number of threads.
+A CPU's flags do not say whether bf16 works: some virtual machines list `amx_bf16`, but oneDNN's kernels die of SIGILL. So a
+child process runs a convolution and matrix products, forward and backward, under autocast, and times bf16 against fp32. The
+result is kept in the cache folder, per machine, torch version, environment variables and number of threads.
 """
 
 import functools
@@ -29,15 +29,15 @@ from paceline.files import read_json, write_json
 
 _CLEARLY_FASTER = 0.9
 TRIAL_THREADS = 1
-"""Of a trial, however many the run uses: every number of workers must get the same answer."""
+"""Threads in a trial, however many the run uses: the answer must not depend on the number of workers."""
 
 TRIAL_S = 60.0
-"""The longest a trial may take; importing torch is most of what it takes."""
+"""The longest a trial may take. Most of its time goes into importing torch."""
 
 _FAULTS = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGABRT", "SIGTRAP", "SIGSYS")
-"""Signals that a kernel which does not work ends with. Others, such as SIGKILL, come from outside and say nothing."""
+"""Signals that a broken kernel ends with. Others, such as SIGKILL, come from outside and say nothing about bf16."""
 
-_SPEED_VARIABLES = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_")  # prefixes: they choose torch's kernels
+_SPEED_VARIABLES = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_")  # prefixes of variables that choose torch's kernels
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "PACELINE_")
 
 
@@ -48,17 +48,17 @@ class Trial:
     ratio: float | None = None
     """Time of a bf16 step over time of an fp32 step; None if the trial did not finish."""
     crash: str = ""
-    """The signal that ended it, where that is bf16's fault."""
+    """The signal that ended the trial, if bf16 is to blame."""
     failure: str = ""
-    """Why there is no answer, for any other reason."""
+    """Any other reason why there is no answer."""
 
     @property
     def pays(self) -> bool:
-        """Whether bf16 works and is clearly not slower than fp32: a busy moment must not decide."""
+        """Whether bf16 works and is clearly faster than fp32: a moment of load must not decide."""
         return self.ratio is not None and self.ratio <= _CLEARLY_FASTER
 
     def describe(self) -> str:
-        """`a trial of bf16 on this CPU was killed by SIGILL`, or whatever it was."""
+        """The result in words, such as `a trial of bf16 on this CPU was killed by SIGILL`."""
         if self.ratio is not None:
             found = f"took {self.ratio:.2g} times as long as fp32"
         else:
@@ -71,9 +71,10 @@ Precision = Literal["fp32", "bf16"]
 
 
 def choose_precision(config: Config, world: World, try_it: Try | None = None) -> tuple[Precision, tuple[str, ...]]:
-    """What `--precision` comes to, and a note if bf16 was left out: `auto` is bf16 where no worker's device is slower with it.
+    """The precision that `--precision` means here, and a note if bf16 was not chosen.
 
-    Raises a UsageError for `bf16` on a CPU where it crashes. Collective: call on every rank; all get the same answer.
+    `auto` means bf16 if it is not slower on any worker's device. Raises a UsageError for `bf16` on a CPU where it crashes.
+    Collective: call on every rank; all get the same answer.
     """
     if config.precision == "fp32":
         return "fp32", ()
@@ -85,7 +86,7 @@ def choose_precision(config: Config, world: World, try_it: Try | None = None) ->
 
 
 def try_bf16(threads: int, limit_s: float = TRIAL_S, *, code: str = "", again: bool = False) -> Trial:
-    """Try bf16 on this CPU, or recall what an earlier trial found. `again` asks for a new trial; a child runs `code`."""
+    """Try bf16 on this CPU, or return what an earlier trial found; `again` forces a new trial. A child process runs `code`."""
     code = code or _CODE
     identity = _identify(threads, code)
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
@@ -93,7 +94,7 @@ def try_bf16(threads: int, limit_s: float = TRIAL_S, *, code: str = "", again: b
         _known[name] = known
         return known
     found = _known[name] = run_trial(threads, code, limit_s)
-    if not found.failure:  # a busy machine, or one without memory, may have an answer next time
+    if not found.failure:  # next time a busy machine, or one without free memory, may have an answer
         _write_cache(name, {**asdict(found), "identity": identity})
     return found
 
@@ -123,47 +124,47 @@ def run_trial(threads: int, code: str, limit_s: float) -> Trial:
 
 
 def lists_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU claims to multiply bf16 matrices and oneDNN may use it: only then is bf16 worth a trial."""
+    """Whether this CPU claims to multiply bf16 matrices and oneDNN may use it. Only then is bf16 worth a trial."""
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
     allowed = most in ("ALL", "DEFAULT") or "AMX" in most
     return allowed and "amx_bf16" in _cpu(cpuinfo)["flags"].split()
 
 
 def _look(config: Config, world: World, try_it: Try) -> dict[str, Any]:
-    """One worker's side: whether bf16 pays on its device, a crash, a note. On CPUs a node's first worker answers for all."""
+    """What one worker finds: whether bf16 pays off on its device, a crash, a note. On CPUs a node's first worker tries."""
     if world.device.type == "cuda":
         return {"pays": torch.cuda.get_device_capability(world.device) >= (8, 0), "crash": "", "note": ""}
     if world.local_rank != 0:
         return {"pays": True, "crash": "", "note": ""}
     if config.precision == "auto" and not lists_amx():
-        return {"pays": False, "crash": "", "note": ""}  # bf16 would be emulated: 27 times slower
-    found = try_it(TRIAL_THREADS, min(TRIAL_S, config.timeout_s / 2))  # the others wait, no longer than timeout_s
+        return {"pays": False, "crash": "", "note": ""}  # emulated bf16 took 27 times as long
+    found = try_it(TRIAL_THREADS, min(TRIAL_S, config.timeout_s / 2))  # the other workers wait, at most timeout_s
     where = f" (node {world.node})" if world.nodes > 1 else ""
     return {"pays": found.pays, "crash": found.crash, "note": found.describe() + where if not found.pays else ""}
 
 
 def _decide(asked: str, looks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all workers' looks come to; rank 0's answer is the one that counts."""
+    """Combine what all workers found, on rank 0."""
     crash = next((look["note"] for look in looks if look["crash"]), "")
     note = crash or next((look["note"] for look in looks if look["note"]), "")
     if asked == "auto":
         bf16 = all(look["pays"] for look in looks)
         return {"error": "", "bf16": bf16, "notes": [f"bf16 is off: {note}; using fp32"] if note else []}
     if crash:
-        error = f"--precision bf16: {crash}, and the run would be too; use --precision fp32{_avoid_amx()}"
+        error = f"--precision bf16: {crash}, and so would the run; use --precision fp32{_avoid_amx()}"
         return {"error": error, "bf16": False, "notes": []}
     return {"error": "", "bf16": True, "notes": [f"--precision bf16: {note}; consider --precision fp32"] if note else []}
 
 
 def _avoid_amx() -> str:
-    return ", or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 to keep torch off AMX" if lists_amx() else ""
+    return ", or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 so that torch does not use AMX" if lists_amx() else ""
 
 
-_known: dict[str, Trial] = {}  # what this process has tried or read
+_known: dict[str, Trial] = {}  # results that this process has found or read
 
 
 def _identify(threads: int, code: str) -> dict[str, Any]:
-    """What a trial's answer depends on."""
+    """Everything that the result of a trial depends on."""
     cpu = _cpu()
     return {
         "cpu": cpu["model name"],
@@ -178,9 +179,9 @@ def _identify(threads: int, code: str) -> dict[str, Any]:
 
 @functools.cache
 def _cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
-    """Model and flags of the first core; empty where there is no such file."""
+    """Model and flags of the first core; empty if there is no such file."""
     found = {"model name": "", "flags": ""}
-    with suppress(OSError), cpuinfo.open() as lines:  # a line at a time: it has thousands on a large machine
+    with suppress(OSError), cpuinfo.open() as lines:  # line by line: a large machine has thousands
         for line in lines:
             name, _, value = (part.strip() for part in line.partition(":"))
             if not name and found["flags"]:
@@ -202,11 +203,11 @@ def _cache_folder() -> Path:
 
 
 def _read_cache(name: str) -> Trial | None:
-    """What an earlier process found, or None: a damaged or foreign file is no error."""
+    """What an earlier process found. None if it left nothing; a damaged or foreign file is not an error."""
     try:
         found = read_json(_cache_folder() / f"{name}.json")
         ratio, crash = found["ratio"], found["crash"]
-    except (OSError, ValueError, LookupError, TypeError, RuntimeError):  # RuntimeError: there is no home folder
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError):  # RuntimeError: no home folder
         return None
     if crash in _FAULTS and ratio is None:
         return Trial(crash=crash)
@@ -214,14 +215,14 @@ def _read_cache(name: str) -> Trial | None:
 
 
 def _write_cache(name: str, content: dict[str, Any]) -> None:
-    """A folder that cannot be written to is not an error."""
+    """Keep a result for later processes. A folder that cannot be written to is not an error."""
     with suppress(OSError, RuntimeError):
         folder = _cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / f"{name}.json", content)
 
 
-# No core file, not even through a pipe to a crash handler (PR_SET_DUMPABLE); and it ends itself should its parent be killed.
+# Write no core file, not even through a pipe to a crash handler (PR_SET_DUMPABLE), and end even if the parent was killed.
 _PRELUDE = """
 import ctypes, resource, signal, sys
 resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

@@ -16,60 +16,58 @@ import numpy as np
 import torch
 
 from paceline import models
-from paceline.config import Config, check_options, make_config
+from paceline.config import Config, check_options, flag, make_config, names_with
 from paceline.data import fashion_mnist
 from paceline.data.augment import Images
 from paceline.data.loaders import Arrays
 from paceline.data.verb import DownloadProgress
 from paceline.errors import PacelineError, UsageError, unknown
 from paceline.optim import check_optimizer
+from paceline.options import Role
 from paceline.training.task import Task, classify
 
 _MEAN, _DEVIATION = 0.2860, 0.3530  # of Fashion-MNIST's 60,000 training images scaled to [0, 1]
 _SIDE = 28  # pixels
-_IMAGE_OPTIONS = ("crop", "flip", "erase", "pixels", "label_smoothing", "data_dir")
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
-    """What can be known wrong without loading data or running the user's file: before any worker starts."""
-    given = check_options(options)
+    """Raise a UsageError for what is wrong before any worker starts, without loading data or running the user's file."""
+    converted = check_options(options)
     if name not in _BUILT_IN:
         _locate(name)
-        return  # its file may register models and optimizers of its own
-    check_optimizer(given.get("optimizer", "sgd"))
-    if given.get("model"):
-        models.check(given["model"])
+        return  # the file may register its own models and optimizers
+    check_optimizer(converted.get("optimizer", Config.optimizer))
+    if converted.get("model"):
+        models.check(converted["model"])
 
 
-def resolve(name: str, options: Mapping[str, Any]) -> tuple[Task, Config]:
-    """The task of this name, and the configuration: the task's defaults below the options."""
-    if name in _BUILT_IN:
-        config = make_config(_BUILT_IN[name], options)
-        return _images(name, config), config
-    task = _call(name)
-    return task, configure(task, options)
+def resolve(task: str | Task, options: Mapping[str, Any]) -> tuple[Task, Config]:
+    """The task, given itself or by name, and its configuration: the task's defaults, overridden by the options."""
+    if isinstance(task, str) and task in _BUILT_IN:
+        config = make_config(_BUILT_IN[task], options)
+        return _images(task, config), config
+    made = _call(task) if isinstance(task, str) else task
+    return made, configure(made, options)
 
 
 def configure(task: Task, options: Mapping[str, Any]) -> Config:
-    """The configuration of a task of the user's own."""
+    """The configuration of a user's own task."""
     for key in task.defaults:
-        if key in ("workers", "nodes", "node_id", "rendezvous", "backend", "runs_dir", "name"):
-            raise UsageError(f"task {task.name}: {key!r} belongs to where a run happens, not to the task's defaults")
+        if key in names_with(Role.PLACE):
+            raise UsageError(f"task {task.name}: {key!r} says where a run happens: it cannot be one of the task's defaults")
     config = make_config(task.defaults, options)
-    for key in options:
-        if key in _IMAGE_OPTIONS and getattr(config, key) != getattr(Config(), key):
-            raise UsageError(
-                f"--{key.replace('_', '-')} is for built-in image tasks; {task.name} prepares its own data and loss"
-            )
+    for key in options:  # a record's config.toml has all options, most of them with their defaults
+        if key in names_with(Role.IMAGES) and getattr(config, key) != getattr(Config, key):
+            raise UsageError(f"{flag(key)} is for built-in image tasks; {task.name} prepares its own data and loss")
     if task.model is not None and config.model:
-        raise UsageError(f"--model {config.model}: task {task.name} brings its own model")
+        raise UsageError(f"--model {config.model}: task {task.name} has its own model")
     if task.model is None and task.classes < 1:
-        raise UsageError(f"task {task.name} has neither a model nor classes for --model to build one")
+        raise UsageError(f"task {task.name} has neither a model nor classes: --model needs the number of classes")
     return config
 
 
 def _images(name: str, config: Config) -> Task:
-    """The built-in tasks. Both splits come from one reading of the files."""
+    """A built-in task. The files are read once for both splits."""
     if config.crop > _SIDE:
         raise UsageError(f"--crop is {config.crop}: images of {name} are {_SIDE} x {_SIDE} pixels, so use at most {_SIDE}")
 
@@ -106,25 +104,25 @@ _BUILT_IN: dict[str, dict[str, Any]] = {
 
 
 def _locate(name: str) -> tuple[str, str]:
-    """`my_task.py`, `my_task.py:function` or `module:function` as (where, function)."""
-    where, _, function = name.partition(":")
-    if where.endswith(".py"):
-        if not Path(where).is_file():
-            raise UsageError(f"task file {where} does not exist (looked in {Path.cwd()})")
-        return where, function or "task"
+    """`my_task.py`, `my_task.py:function` or `module:function` as (file or module, function)."""
+    source, _, function = name.partition(":")
+    if source.endswith(".py"):
+        if not Path(source).is_file():
+            raise UsageError(f"task file {source} does not exist (looked in {Path.cwd()})")
+        return source, function or "task"
     if function:
-        return where, function
+        return source, function
     error = unknown("task", name, _BUILT_IN)
     raise UsageError(f"{error} (or a file my_task.py with a function task(), or module:function)")
 
 
 def _call(name: str) -> Task:
     """Run the user's file or import the module, and call the function that makes the task."""
-    where, function = _locate(name)
+    source, function = _locate(name)
     try:
-        make = getattr(_import(where), function, None)
+        make = getattr(_import(source), function, None)
         if make is None:
-            raise UsageError(f"{where} has no function {function}(): a task file defines task() -> paceline.Task")
+            raise UsageError(f"{source} has no function {function}(): a task file defines task() -> paceline.Task")
         task = make()
     except PacelineError:
         raise
@@ -134,24 +132,24 @@ def _call(name: str) -> Task:
         at = f" (line {place[-1].lineno} of {Path(place[-1].filename).name})" if place else ""
         raise UsageError(f"task {name} raised {type(error).__name__}: {' '.join(str(error).split())}{at}") from error
     if not isinstance(task, Task):
-        raise UsageError(f"{function}() in {where} returned {type(task).__name__}: it must return a paceline.Task")
+        raise UsageError(f"{function}() in {source} returned {type(task).__name__}: it must return a paceline.Task")
     return task
 
 
 def _make_importable(folder: str) -> None:
-    """Put a folder on the path: behind the standard library, which a queue.py in it must not replace, and before packages."""
+    """Put a folder on the path: after the standard library, which a queue.py in it must not replace, and before packages."""
     if folder not in sys.path:
         library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
         library += [os.path.join(path, "lib-dynload") for path in library]
         sys.path.insert(max((i + 1 for i, path in enumerate(sys.path) if path in library), default=0), folder)
 
 
-def _import(where: str) -> ModuleType:
-    if not where.endswith(".py"):
+def _import(source: str) -> ModuleType:
+    if not source.endswith(".py"):
         _make_importable(os.getcwd())
-        return importlib.import_module(where)
-    path = Path(where).resolve()
-    _make_importable(str(path.parent))  # a task file may import its neighbors
+        return importlib.import_module(source)
+    path = Path(source).resolve()
+    _make_importable(str(path.parent))  # a task file may import files next to it
     name = path.stem
     while name in sys.stdlib_module_names or (name in sys.modules and not _is_from(path, sys.modules[name])):
         name = f"paceline_task_{name}"  # a file called queue.py must not replace the standard library's queue
@@ -161,12 +159,12 @@ def _import(where: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # so that DataLoader's processes, which are forks, find the user's classes
+    sys.modules[name] = module  # DataLoader processes, which are forks, need it to find the user's classes
     try:
         spec.loader.exec_module(module)
     except BaseException:
         if sys.modules.get(name) is module:
-            del sys.modules[name]  # or the next try would get the half that ran
+            del sys.modules[name]  # the next try must not get a half-initialized module
         raise
     return module
 

@@ -80,13 +80,13 @@ CASES: dict[str, Callable[[int], Any]] = {
     "not reproducible on one worker": lambda rank: Own(lambda point, label: (point, time.time_ns() if rank else label)),
 }
 REFUSED = {
-    "labels": "workers see different {} data: item 0 of 40 on worker 1 is not the one on worker 0; ",
-    "split": "workers see different {} data: item 0 of 30 on worker 1 is not the one on worker 0; ",
-    "augmented points": "workers see different {} data: item 0 of 40 on worker 1 is not the one on worker 0; ",
-    "flipped, labels": "workers see different {} data: item 0 of 40 on worker 1 is not the one on worker 0; ",
-    "dict": "workers see different {} data: item 0 of 40 on worker 1 is not the one on worker 0; ",
+    "labels": "workers see different {} data: item 0 of 40 on worker 1 differs from that on worker 0; ",
+    "split": "workers see different {} data: item 0 of 30 on worker 1 differs from that on worker 0; ",
+    "augmented points": "workers see different {} data: item 0 of 40 on worker 1 differs from that on worker 0; ",
+    "flipped, labels": "workers see different {} data: item 0 of 40 on worker 1 differs from that on worker 0; ",
+    "dict": "workers see different {} data: item 0 of 40 on worker 1 differs from that on worker 0; ",
     "length": "workers disagree about the {} data: 1 of 1 tensors differ (first: samples)",
-    "last item": "workers see different {} data: item 39 of 40 on worker 1 is not the one on worker 0; ",
+    "last item": "workers see different {} data: item 39 of 40 on worker 1 differs from that on worker 0; ",
     "arrays": "workers disagree about the {} data: 1 of 4 tensors differ (first: array 0)",
     "dtype": "workers disagree about the {} data: 1 of 4 tensors differ (first: the shape of array 0)",
 }

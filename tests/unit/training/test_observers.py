@@ -326,7 +326,7 @@ def test_stderr_says_why_stdout_is_silent_unless_its_reader_left(monkeypatch, ca
     printer = Printer("images", False)
     printer.say("one")
     printer.say("two")
-    line = "paceline: stdout cannot be written (No space left): training goes on, the record has everything\n"
+    line = "paceline: stdout cannot be written (No space left): training continues, and the record has everything\n"
     assert capsys.readouterr().err == (line if said else "")
 
 

@@ -82,13 +82,11 @@ def test_no_trial_where_bf16_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_asking_for_bf16_where_it_crashes_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    for amx, hint in ((True, ", or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 to keep torch off AMX"), (False, "")):
+    for amx, hint in ((True, ", or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 so that torch does not use AMX"), (False, "")):
         monkeypatch.setattr(precision, "lists_amx", lambda amx=amx: amx)
         with pytest.raises(UsageError) as caught:
             choose("bf16", Trial(crash="SIGILL"))
-        said = (
-            "--precision bf16: a trial of bf16 on this CPU was killed by SIGILL, and the run would be too; use --precision fp32"
-        )
+        said = "--precision bf16: a trial of bf16 on this CPU was killed by SIGILL, and so would the run; use --precision fp32"
         assert str(caught.value) == said + hint
 
 

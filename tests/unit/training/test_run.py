@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 import paceline
 from harness.processes import children
 from harness.training import blobs
-from paceline.config import make_config
+from paceline.config import Config, make_config
 from paceline.dist.launch import Outcome
 from paceline.dist.messages import Failure
 from paceline.errors import PacelineError, UsageError
@@ -63,6 +63,17 @@ def test_flags_are_judged_with_the_tasks_own_defaults(runs: Path) -> None:
         train("task.py", warmup_steps=3, warmup_epochs=0.5)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_config_overrides_only_what_it_was_given(runs: Path, workers: int) -> None:
+    """The task's own optimizer, learning rate and schedule stay, also after `replace` and in workers started from here."""
+    Path("task.py").write_text(TASK.replace('"warmup_steps": 2', '"warmup_steps": 2, "optimizer": "adamw", "momentum": 0.5'))
+    config = replace(Config(epochs=1, momentum=0.9), name="x", workers=workers)
+    assert train("task.py", config).status == "done"
+    found = read_recipe(str(runs / "x" / "config.toml"))
+    assert [found[name] for name in ("optimizer", "base_lr", "schedule", "warmup_steps")] == ["adamw", 0.01, "cosine", 2]
+    assert (found["epochs"], found["momentum"]) == (1, 0.9), "given, although 0.9 is also Config's default"
+
+
 def test_a_task_that_exits_is_no_success(runs: Path) -> None:
     Path("task.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(UsageError, match="raised SystemExit"):
@@ -84,10 +95,10 @@ def test_what_resume_finds_is_said(runs: Path, capsys: pytest.CaptureFixture[str
     again = train("./task.py", resume="auto", name="x")
     assert "runs/x is already done" in capsys.readouterr().out
     assert again == first
-    with pytest.raises(UsageError, match="--resume y: there is no record of that name"):
+    with pytest.raises(UsageError, match="--resume y: no record of that name"):
         train("task.py", resume="y")
     (runs / "x" / "result.json").write_text('{"status": "diverged"}')
-    with pytest.raises(UsageError, match="diverged, and would do so again"):
+    with pytest.raises(UsageError, match="diverged and would diverge again"):
         train("task.py", resume="x")
 
 
@@ -108,13 +119,13 @@ def test_a_done_record_without_its_model_makes_it_again(runs: Path, capsys: pyte
     weights = model.read_bytes()
     model.unlink()
     again = train("task.py", resume="x")
-    assert "its model.safetensors is gone: the run goes on from its last checkpoint" in capsys.readouterr().out
+    assert "its model.safetensors is missing: continuing from its last checkpoint" in capsys.readouterr().out
     assert again.model_sha256 == first.model_sha256
     assert model.read_bytes() == weights
     model.unlink()
     for path in (runs / "x" / "checkpoints").iterdir():
         path.unlink()
-    with pytest.raises(UsageError, match=r"no checkpoint to make it from again: .* --recipe runs/x/config.toml"):
+    with pytest.raises(UsageError, match=r"no checkpoint to make it from: .* --recipe runs/x/config.toml"):
         train("task.py", resume="x")
 
 
@@ -183,7 +194,7 @@ def test_a_damaged_result_is_said_once(runs: Path, capsys: Any) -> None:
 
 def test_a_record_that_the_launcher_closes_says_why_without_the_traceback(tmp_path: Path) -> None:
     failure = Failure(1, 0.0, 1, "worker 1 failed first: ValueError: bad\nTraceback (most recent call last):\nValueError: bad")
-    run._close(Outcome(exit_code=1, failure=failure, record=tmp_path))
+    run._close_record(Outcome(exit_code=1, failure=failure, record=tmp_path))
     assert read_result(tmp_path) == {"status": "failed", "why": "worker 1 failed first: ValueError: bad"}
 
 
@@ -207,7 +218,7 @@ def test_a_record_in_use_is_named_before_a_new_run_starts(runs: Path, capsys: py
         fcntl.flock(file, fcntl.LOCK_EX)
         train("task.py", epochs=1, resume="auto")
     said = capsys.readouterr().out
-    assert "note: runs/x is left alone: another run is writing to it\nnothing to resume in runs" in said
+    assert "note: runs/x is skipped: another run is writing to it\nnothing to resume in runs" in said
 
 
 def test_every_file_of_a_record_has_the_permissions_of_the_umask(runs: Path) -> None:

@@ -157,7 +157,7 @@ def test_an_unknown_task_names_the_nearest_and_the_other_ways(folder):
 
 @pytest.mark.parametrize("key", ["workers", "nodes", "node_id", "rendezvous", "backend", "runs_dir", "name"])
 def test_a_tasks_defaults_say_nothing_about_where_it_runs(key):
-    with pytest.raises(UsageError, match=f"task mine: '{key}' belongs to where a run happens"):
+    with pytest.raises(UsageError, match=f"task mine: '{key}' says where a run happens"):
         tasks.configure(make_task(defaults={key: 1}), {})
 
 
@@ -184,7 +184,7 @@ def test_image_options_are_for_built_in_tasks(key, value, default):
 
 
 def test_a_task_has_a_model_or_takes_one():
-    with pytest.raises(UsageError, match="--model cnn: task mine brings its own model"):
+    with pytest.raises(UsageError, match="--model cnn: task mine has its own model"):
         tasks.configure(make_task(), {"model": "cnn"})
     with pytest.raises(UsageError, match="task mine has neither a model nor classes"):
         tasks.configure(make_task(model=None), {})

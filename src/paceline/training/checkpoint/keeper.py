@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.config import Config
+from paceline.config import Config, names_with
 from paceline.dist.world import World
 from paceline.errors import UsageError
+from paceline.options import Role
 from paceline.training.build import Run
 from paceline.training.checkpoint.file import CheckpointError, Writer, load_latest
 from paceline.training.observers import Result, Rows
@@ -29,12 +30,6 @@ from paceline.values import flag, parse_every
 
 FOLDER = "checkpoints"
 REFUSED = "cannot resume"
-_PLACE = (
-    *("workers", "nodes", "node_id", "rendezvous", "backend", "timeout_s", "max_restarts", "min_workers", "grace_s"),
-    *("data_dir", "loader", "loader_workers", "target_accuracy", "patience", "check_every", "log_every", "tracker"),
-    *("profile", "runs_dir", "name", "resume", "checkpoint_every", "keep"),
-)
-"""Options that may differ when a run is resumed: where and how it runs, not what it computes."""
 
 
 @dataclass
@@ -182,15 +177,15 @@ def identity(run: Run) -> dict[str, Any]:
     }
 
 
-def check_options(old: Mapping[str, Any], config: Config) -> None:
-    """A UsageError where a run would go on with a record whose options were others."""
+def check_unchanged(old: Mapping[str, Any], config: Config) -> None:
+    """Raise a UsageError if a resumed run has other options than its record and its weights depend on them."""
     _refuse(_changed(old, {name: value for name, value in _options(config).items() if name in old}))
 
 
 def _options(config: Config) -> dict[str, Any]:
     """The options that the weights depend on."""
-    indifferent = (*_PLACE, "parts_at_once", "fast") if config.reduce == "fast" else _PLACE
-    options = {name: value for name, value in vars(config).items() if name not in indifferent}
+    roles = (Role.MODEL,) if config.reduce == "fast" else (Role.MODEL, Role.ROUNDING)
+    options = {name: value for name, value in vars(config).items() if name in names_with(*roles)}
     return {**options, **({"fast": "auto"} if options.get("fast") == "on" else {})}  # the same bits in exact mode
 
 

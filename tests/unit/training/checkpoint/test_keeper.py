@@ -21,7 +21,7 @@ from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.checkpoint import keeper
 from paceline.training.checkpoint.file import load_latest
-from paceline.training.checkpoint.keeper import Keeper, _check_identity, check_options
+from paceline.training.checkpoint.keeper import Keeper, _check_identity, check_unchanged
 from paceline.training.loop import fit
 from paceline.training.observers import Result
 from paceline.training.task import classify
@@ -170,7 +170,7 @@ def test_averages_come_back(tmp_path: Path, options: dict[str, Any]) -> None:
 
 def test_records_from_before_there_was_an_option() -> None:
     options = {"seed": 0, "reduce": "fast"}
-    check_options(options, Config())
+    check_unchanged(options, Config())
     before = {"options": options, "task": "t", "data": "", "model": ""}
     _check_identity(before, {**before, "options": {**options, "ema": 0.0, "local_steps": 0}})
     with pytest.raises(UsageError, match=r"--ema was 0\.0, is 0\.9"):
@@ -256,20 +256,20 @@ def test_a_stopped_run_says_whether_there_is_a_checkpoint(tmp_path: Path, folder
 
 def test_options_that_may_change_and_that_may_not() -> None:
     old = {"seed": 0, "epochs": 5, "reduce": "fast", "parts_at_once": 1, "workers": 4, "virtual_workers": 4}
-    check_options(old, Config(workers=1, virtual_workers=4, parts_at_once=2, log_every=3))
+    check_unchanged(old, Config(workers=1, virtual_workers=4, parts_at_once=2, log_every=3))
     for changed, said in (({"seed": 1}, "--seed was 0, is 1"), ({"epochs": 6}, "--epochs was 5, is 6")):
         with pytest.raises(UsageError, match=said):
-            check_options(old, Config(virtual_workers=4, **changed))
+            check_unchanged(old, Config(virtual_workers=4, **changed))
     with pytest.raises(UsageError, match="--parts-at-once was 1, is 2"):
-        check_options({**old, "reduce": "exact"}, Config(virtual_workers=4, reduce="exact", parts_at_once=2))
+        check_unchanged({**old, "reduce": "exact"}, Config(virtual_workers=4, reduce="exact", parts_at_once=2))
 
 
 def test_the_fast_step_matters_to_exact_bits_alone() -> None:
     exact = {"reduce": "exact", "fast": "auto"}
-    check_options(exact, Config(reduce="exact", fast="on"))
-    check_options({"reduce": "fast", "fast": "on"}, Config(fast="off"))
+    check_unchanged(exact, Config(reduce="exact", fast="on"))
+    check_unchanged({"reduce": "fast", "fast": "on"}, Config(fast="off"))
     with pytest.raises(UsageError, match="--fast was auto, is off"):
-        check_options(exact, Config(reduce="exact", fast="off"))
+        check_unchanged(exact, Config(reduce="exact", fast="off"))
     before = {"options": {"reduce": "exact"}, "task": "t", "data": "", "model": ""}  # made before there was the option
     _check_identity(before, {**before, "options": {"reduce": "exact", "fast": "off"}})
     with pytest.raises(UsageError, match="--fast was off, is auto"):

@@ -171,7 +171,7 @@ def _all_reduce() -> Iterator[Finding]:
         command = [
             *python_command(),
             "-c",
-            "import sys; from paceline.doctor import add; add(*sys.argv[1:])",
+            "import sys; from paceline.doctor.checks import add; add(*sys.argv[1:])",
             f"{folder}/store",
         ]
         pair = [

@@ -1,0 +1,121 @@
+"""What an option is, besides its default: its section in the help, its roles and its bounds, kept with the field itself.
+
+    base_lr: float = option("batch and optimizer", 0.05, Role.MODEL, Role.METHOD, more_than=0)
+
+Whoever treats some options differently asks for a role (`names_with`): no list of option names is kept anywhere else.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self, cast
+
+from paceline.errors import UsageError
+from paceline.values import check_text, flag, short
+
+
+class Role(StrEnum):
+    """What an option is about. Every option has exactly one of the first four roles (`EFFECTS`) and any of the others."""
+
+    MODEL = "the trained model depends on it: it must be the same when a run is resumed"
+    ROUNDING = "the trained model depends on it only by rounding: it must be the same on resume in exact mode"
+    TIMING = "how fast a run trains, or when it stops, depends on it, but not what a step computes"
+    OPERATION = "how a run is started, watched and recorded: its results do not depend on it"
+
+    LAUNCH = "the launcher needs it before it knows the task's own defaults"
+    PLACE = "where a run happens: a task cannot have a default for it"
+    START = "belongs to one start of a run: a resumed run does not take it from the record"
+    STUDY = "a study or a rehearsal sets it for each of its runs: an arm cannot"
+    METHOD = "how to train at a given batch: in a rehearsal, a packaged recipe replaces it"
+    AUGMENT = "changes training images at random: in a rehearsal, a packaged recipe can replace it"
+    SEVERAL_PARTS = "needs a step of several parts: the one worker that a rehearsal compares with cannot have it"
+    IMAGES = "for built-in image tasks only: a user's own task prepares its own data and loss"
+    WHOLE_RUN = "for a run that trains to its end: `paceline scale` stops after some windows of steps"
+
+
+EFFECTS = frozenset((Role.MODEL, Role.ROUNDING, Role.TIMING, Role.OPERATION))
+
+_MOST_WHOLE, _MOST = 10**12, 1e30  # without an upper bound: a whole number must fit in 64 bits, any other in a float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """What a field of `Config` keeps in its metadata."""
+
+    section: str
+    """The heading in the help under which the option is listed."""
+    roles: frozenset[Role]
+    at_least: float | None = None
+    more_than: float | None = None
+    at_most: float | None = None
+    less_than: float | None = None
+    parse: Callable[[str], object] | None = None
+    """Raises a UsageError for a text that is not valid."""
+    metavar: str = ""
+    """What the help calls the value; by default N or X for a number, and the last word of a text's name."""
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise a UsageError if this value is wrong whatever the other options are."""
+        if isinstance(value, str):
+            check_text(flag(name), value)
+            if self.parse is not None:
+                self.parse(value)
+        elif isinstance(value, int | float):
+            self._check_number(name, value)
+
+    def _check_number(self, name: str, value: float) -> None:
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{flag(name)} is {value}: it must be a finite number")
+        low, high = self.at_least, self.at_most
+        above, below = self.more_than, self.less_than
+        fits = (low is None or value >= low) and (above is None or value > above)
+        fits = fits and (high is None or value <= high) and (below is None or value < below)
+        if not fits:
+            rules = {"at least": low, "more than": above, "at most": high, "less than": below}
+            rule = " and ".join(f"{words} {bound:,}" for words, bound in rules.items() if bound is not None)
+            raise UsageError(f"{flag(name)} is {short(value)}: it must be {rule}")
+        most = _MOST_WHOLE if isinstance(value, int) else _MOST
+        if high is None and abs(value) > most:
+            raise UsageError(f"{flag(name)} is {short(value)}: it must be at most {most:,}")
+
+
+def option(section: str, default: Any, *roles: Role, **about: Any) -> Any:
+    """A dataclass field with this default; its metadata says what the option is. `about`: the other fields of `Option`."""
+    return dataclasses.field(default=default, metadata={"option": Option(section=section, roles=frozenset(roles), **about)})
+
+
+def option_of(field: "dataclasses.Field[Any]") -> Option:
+    """What a field made by `option` says about itself."""
+    return cast(Option, field.metadata["option"])
+
+
+class RemembersGiven:
+    """Base of a frozen dataclass that remembers, in `given`, which fields its caller passed. None counts as not passed.
+
+    `given` is not a field: comparisons, `vars` and `dataclasses.asdict` leave it out. `dataclasses.replace` passes every field
+    and, if there is a pseudo-field `replaces` with the default `copied`, also the object that it copies: then a field is given
+    if it was given to that object or has changed.
+    """
+
+    __slots__ = ("given",)
+    given: frozenset[str]
+
+    def __new__(cls, **options: Any) -> Self:
+        self, old = super().__new__(cls), options.pop("replaces", None)
+        passed = {name: value for name, value in options.items() if value is not None}
+        if old is not None:
+            passed = {name: value for name, value in passed.items() if name in old.given or value != getattr(old, name)}
+        object.__setattr__(self, "given", frozenset(passed))
+        return self
+
+    def __setstate__(self, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        """For pickle and copy, which would assign to `given` and fail: the object is frozen."""
+        for values in state:
+            for name, value in values.items():
+                object.__setattr__(self, name, value)
+
+
+copied: Any = property(lambda self: self)
+"""The default of the pseudo-field `replaces`: read from an object, it is that object."""
