@@ -64,12 +64,16 @@ def read_source(path: AnyPath, end: int | None = None) -> dict[str, Any]:
         "notes": [],
         "problems": [],
     }
-    fill = {"scale": _fill_scale, "study": _fill_study}.get(source["kind"], _fill_unknown)
     try:
-        if source["kind"] == "train":
-            _fill_train(source, path, end)
-        else:
-            fill(source, path)
+        match source["kind"]:
+            case "train":
+                _fill_train(source, path, end)
+            case "scale":
+                _fill_scale(source, path)
+            case "study":
+                _fill_study(source, path)
+            case _:
+                _fill_unknown(source, path)
     except Exception as error:  # one unexpected record must not break the page of the other runs
         source["problems"].append(f"cannot be read: {type(error).__name__}: {text(str(error), 300)}")
     source["summary"] = summarize(source)
