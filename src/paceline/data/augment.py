@@ -1,6 +1,6 @@
-"""From stored pixels to what the model sees: scaling and augmentation of a whole batch at once, on its device.
+"""Scale and augment a whole batch of images at once, on its device.
 
-Every random choice is keyed by (seed, epoch, sample), so a sample looks the same in an epoch whoever trains on it (law 3).
+Every random choice is keyed by (seed, epoch, sample), so in a given epoch a sample looks the same on any worker (law 3).
 """
 
 import math
@@ -17,7 +17,7 @@ _ASPECT = (0.3, 3.3)
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """Turns (uint8 images NCHW, labels) into what a model trains on. In validation (`epoch` None) it only scales."""
+    """Turns (uint8 images NCHW, labels) into the model's inputs. In validation (`epoch` None) it only scales."""
 
     mean: float = 0.0
     deviation: float = 1.0
@@ -30,11 +30,11 @@ class Images:
         return self.apply(batch, samples, None if epoch is None else self.epoch_key(epoch))
 
     def epoch_key(self, epoch: int) -> int:
-        """All that an epoch's random choices depend on, beside the samples."""
+        """The key of an epoch: together with the sample it determines every random choice."""
         return key(self.seed, epoch)
 
     def apply(self, batch: tuple[Tensor, ...], samples: Tensor, epoch_key: int | Tensor | None) -> tuple[Tensor, ...]:
-        """The same with the epoch's key, which may be a tensor: then nothing here depends on a number of the host's."""
+        """The same, given the epoch's key. If it is a tensor, a CUDA graph can replay this with another key."""
         images, *rest = batch
         if epoch_key is not None and (self.crop or self.flip):
             images = self._shift(images, keys_torch(epoch_key, samples))
@@ -44,10 +44,10 @@ class Images:
         return images, *rest
 
     def _shift(self, images: Tensor, keys: Tensor) -> Tensor:
-        """Crop and flip as one gather: each row and column of the result names where it comes from."""
+        """Crop and flip in one gather: compute the source row and column of each pixel."""
         count, _, height, width = images.shape
         pad = self.crop
-        if not pad and images.device.type == "cpu":  # whole images are copied: 1.9 times as fast as a gather by pixel
+        if not pad and images.device.type == "cpu":  # copies whole images: 1.9 times as fast as a gather by pixel
             mirrored = uniform(keys, 1) < 0.5
             return torch.cat((images, images.flip(3))).index_select(0, torch.arange(count) + count * mirrored)
         rows = torch.arange(height, device=images.device).expand(count, height)
@@ -64,7 +64,7 @@ class Images:
         return images.flatten(2).gather(2, index).view(count, channels, height, width)
 
     def _erase(self, images: Tensor, keys: Tensor) -> Tensor:
-        """Fill one random rectangle with zeros (the mean of standardised pixels)."""
+        """Fill one random rectangle with zeros (the mean of standardized pixels)."""
         _, _, height, width = images.shape
         area = (_AREA[0] + (_AREA[1] - _AREA[0]) * uniform(keys, 4)) * height * width
         aspect = torch.exp(math.log(_ASPECT[1] / _ASPECT[0]) * uniform(keys, 5)) * _ASPECT[0]

@@ -1,11 +1,11 @@
-"""Fetch one file, once per node, whole or not at all.
+"""Download one file, once per node: it is complete or absent.
 
-Many workers start at the same moment and want the same file: one of them downloads, the others wait for its lock and find the
-file. Bytes go to `<target>.part`, which a broken transfer continues with a Range request; only a file whose SHA-256 is right is
-renamed to its final name, so that whoever sees that name sees a whole file.
+Many workers start at the same time and need the same file: one of them downloads it, the others wait for its lock and then find
+the file. Bytes go to `<target>.part`; after a broken transfer, a Range request continues it. Only a file with the right SHA-256
+is renamed to its final name, so a file with that name is always complete.
 
-For a `.gz` the SHA-256 is that of the *decompressed* content: the published archives of one data set differ in the time stamp
-and name in their gzip header, and in nothing else.
+For a `.gz` the SHA-256 is that of the *decompressed* content: the published archives of one data set differ only in the time
+stamp and name in their gzip header.
 """
 
 import errno
@@ -30,7 +30,7 @@ from filelock import FileLock
 from paceline.errors import DataError
 
 Progress = Callable[[int, int | None], None]
-"""Called with the bytes there so far and, where the server says, the bytes in all."""
+"""Called with the bytes received so far and, if the server tells it, the total."""
 
 
 def fetch(
@@ -42,40 +42,40 @@ def fetch(
     attempts: int = 4,
     progress: Progress | None = None,
 ) -> Path:
-    """Make `target` the file whose content has this SHA-256 (see `content_sha256`), from the first of `urls` that delivers it.
+    """Download `target`, whose content has this SHA-256 (see `content_sha256`), from the first of `urls` that delivers it.
 
-    A `target` that is already right costs no network. `attempts` counts over all urls, which take turns; each is tried at least
-    once, and one that says no for good (404 and its like) is not asked again. `timeout_s` is the longest silence of a server.
-    After an interrupt the `.part` stays, and the next call goes on from there.
+    Does not use the network if `target` is already right. `attempts` is the total over all urls, which take turns. Each is tried
+    at least once; one that refuses permanently (404 and the like) is not tried again. `timeout_s` is how long a server may send
+    nothing. After an interrupt the `.part` stays, and the next call continues from there.
     """
     for url in urls:
         if urlsplit(url).scheme not in ("http", "https"):
-            raise DataError(f"cannot download {url}: only http and https addresses are allowed")
+            raise DataError(f"cannot download {url}: it must be an http or https address")
     job = _Job(target=target, sha256=sha256, timeout_s=timeout_s, progress=progress)
     if _is_right(job, target):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
-            if not _is_right(job, target):  # who had the lock before us may have fetched it
+            if not _is_right(job, target):  # another process may have fetched it while we waited for the lock
                 _download(job, urls, attempts)
-    except OSError as error:  # the disk's: those of the network are _FailedError by now
+    except OSError as error:  # from the disk: network errors have become _FailedError
         if error.errno in _DISK_FULL:
-            raise DataError(f"no space left for {target}: free some, or choose a folder on another disk") from None
+            raise DataError(f"no space left for {target}: free some space, or choose a folder on another disk") from None
         raise DataError(f"cannot write {target} ({error.strerror or error}): choose a folder you can write to") from None
     return target
 
 
 def content_sha256(path: Path) -> str:
-    """SHA-256 in hex of what `path` holds: of the decompressed content if it is a `.gz`, of its bytes otherwise."""
-    return _digest(path, packed=path.suffix == ".gz")
+    """SHA-256 in hex of the content of `path`, decompressed if it is a `.gz`."""
+    return _digest(path, compressed=path.suffix == ".gz")
 
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_BACK_OFF_S = 0.5  # before a url's second try; doubles with every round
+_BACK_OFF_S = 0.5  # before the second try of a url; doubles every round
 _CHUNK_BYTES = 1 << 16
 _GZIP_MAGIC = b"\x1f\x8b"
-_WORTH_ANOTHER_TRY = (408, 416, 425, 429)  # of the 4xx; every 5xx is
+_WORTH_ANOTHER_TRY = (408, 416, 425, 429)  # of the 4xx codes; all 5xx codes are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class _Job:
 
 
 class _FailedError(Exception):
-    """One attempt at one url came to nothing; `for_good` if another would too."""
+    """One attempt at one url failed; `for_good` if another attempt would fail too."""
 
     def __init__(self, why: str, *, for_good: bool = False) -> None:
         super().__init__(" ".join(why.split()))
@@ -99,25 +99,25 @@ class _FailedError(Exception):
 
 
 def _is_right(job: _Job, path: Path) -> bool:
-    return os.path.isfile(path) and _fault(job, path) is None  # Path.is_file would raise in a folder we may not look into
+    return os.path.isfile(path) and _fault(job, path) is None  # Path.is_file raises in a folder that we may not read
 
 
 def _fault(job: _Job, path: Path) -> str | None:
-    """What is wrong with `path` as the content of the target; None if nothing is."""
+    """What is wrong with the content of `path`; None if it is right."""
     try:
-        found = _digest(path, packed=job.target.suffix == ".gz")
+        found = _digest(path, compressed=job.target.suffix == ".gz")
     except DataError as error:
         return str(error)
-    return None if found == job.sha256 else f"the content has SHA-256 {found[:12]}..., not {job.sha256[:12]}..."
+    return None if found == job.sha256 else f"its content has SHA-256 {found[:12]}... instead of {job.sha256[:12]}..."
 
 
-def _digest(path: Path, *, packed: bool) -> str:
+def _digest(path: Path, *, compressed: bool) -> str:
     try:
         with path.open("rb") as file:
-            # Some proxies unpack a .gz on its way. Then the name says gzip and the bytes do not; the content is what counts.
-            packed = packed and file.read(2) == _GZIP_MAGIC
+            # Some proxies decompress a .gz in transit. The name then says gzip but the bytes do not; only the content matters.
+            compressed = compressed and file.read(2) == _GZIP_MAGIC
             file.seek(0)
-            if not packed:
+            if not compressed:
                 return hashlib.file_digest(file, "sha256").hexdigest()
             digest = hashlib.sha256()
             with gzip.GzipFile(fileobj=file) as content:
@@ -125,7 +125,7 @@ def _digest(path: Path, *, packed: bool) -> str:
                     digest.update(chunk)
             return digest.hexdigest()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is not a whole gzip file ({error})") from None
+        raise DataError(f"{path} is not a complete gzip file ({error})") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error})") from None
 
@@ -147,7 +147,7 @@ def _download(job: _Job, urls: Sequence[str], attempts: int) -> None:
             if not failure.for_good:
                 waiting.append(url)
         except OSError as error:
-            if error.errno in _DISK_FULL:  # here, while the lock is ours: later the .part may be another's
+            if error.errno in _DISK_FULL:  # now, while we hold the lock: later the .part may belong to another process
                 job.part.unlink(missing_ok=True)
             raise
     reasons = "; ".join(f"{url}: {why}" for url, why in troubles.items()) or "no address to fetch it from"
@@ -158,7 +158,7 @@ def _get(job: _Job, url: str) -> None:
     """One attempt: transfer, check, rename."""
     continued = _transfer(job, url)
     if continued and _fault(job, job.part):
-        # The earlier bytes may be another archive's, or were damaged by a crash: that is not this server's fault.
+        # The earlier bytes may come from another archive, or a crash may have damaged them: start over before blaming the server.
         job.part.unlink()
         _transfer(job, url)
     if fault := _fault(job, job.part):
@@ -170,7 +170,7 @@ def _get(job: _Job, url: str) -> None:
 
 
 def _transfer(job: _Job, url: str) -> bool:
-    """Bring the `.part` to its full length. True if bytes of an earlier transfer are in it."""
+    """Download the rest of the `.part`. True if it contains bytes of an earlier transfer."""
     if job.part.is_symlink():  # planted: Paceline never creates one
         job.part.unlink()
     offset = job.part.stat().st_size if job.part.exists() else 0
@@ -179,7 +179,7 @@ def _transfer(job: _Job, url: str) -> bool:
         response = cast(HTTPResponse, _opener().open(urllib.request.Request(url, headers=headers), timeout=job.timeout_s))
     except HTTPError as error:
         error.close()
-        if error.code == 416 and offset:  # nothing lies beyond what we have: it is whole, or not the same file
+        if error.code == 416 and offset:  # no bytes after those we have: it is complete, or another file
             return True
         for_good = 400 <= error.code < 500 and error.code not in _WORTH_ANOTHER_TRY
         raise _FailedError(f"HTTP {error.code} {error.reason}", for_good=for_good) from None
@@ -189,7 +189,7 @@ def _transfer(job: _Job, url: str) -> bool:
         continued = offset > 0 and response.status == 206  # a server that ignores Range answers 200 and sends everything
         if continued and not re.match(rf"bytes {offset}-", response.headers.get("Content-Range", "")):
             job.part.unlink()
-            raise _FailedError("the server sent another range than the one asked for")
+            raise _FailedError("the server sent a different range than requested")
         with open(job.part, "ab" if continued else "wb", opener=_no_link) as file:
             _copy(job, response, file, offset if continued else 0)
     return continued
@@ -200,7 +200,7 @@ def _no_link(path: str, flags: int) -> int:
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """urllib's usual opener less its file, ftp and data handlers, so that no redirect leads there either."""
+    """urllib's default opener without its file, ftp and data handlers, so that redirects cannot lead to these either."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler,
@@ -219,7 +219,7 @@ def _copy(job: _Job, response: HTTPResponse, file: IO[bytes], done: int) -> None
     total = None if response.length is None else done + response.length
     while True:
         try:
-            # read1 gives what has arrived; read would wait for a full chunk and lose its beginning to a stall.
+            # read1 returns what has arrived; read would wait for a full chunk and lose its start if the transfer stalls.
             chunk = response.read1(_CHUNK_BYTES)
         except (OSError, HTTPException) as error:
             raise _FailedError(f"{_why(error, job.timeout_s)}, after {done:,} bytes") from None
@@ -236,5 +236,5 @@ def _copy(job: _Job, response: HTTPResponse, file: IO[bytes], done: int) -> None
 def _why(error: Exception, timeout_s: float) -> str:
     cause = error.reason if isinstance(error, URLError) else error
     if isinstance(cause, TimeoutError):
-        return f"silence for {timeout_s:g} s"
+        return f"no data for {timeout_s:g} s"
     return str(cause) or type(cause).__name__

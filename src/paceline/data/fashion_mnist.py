@@ -1,10 +1,10 @@
-"""Fashion-MNIST (Xiao, Rasul, Vollgraf 2017, arXiv:1708.07747): the whole of it, and a small part that ships with Paceline.
+"""Fashion-MNIST (Xiao, Rasul, Vollgraf 2017, arXiv:1708.07747): the full set, and a small subset that ships with Paceline.
 
-`fashion-mnist` is looked for in the folder the user gave, in the cache folder and where Debian's package puts it, and is
-downloaded if it is nowhere. `fashion-mnist-mini` is the first 600 training and 100 validation images of each class, in their
-original order (`tools/make_mini.py`); it needs no network.
+`fashion-mnist` is searched for in the user's folder, in the cache folder and where Debian's package installs it, and is downloaded
+if none of them has it. `fashion-mnist-mini` is the first 600 training and 100 validation images of each class, in their original
+order (`tools/make_mini.py`); it needs no network.
 
-Data is never swapped silently: the first folder that holds the files is the one used, a damaged file in it is an error, and
+Data is never replaced silently: the first folder that has the files is used, a damaged file in it is an error, and
 `ImageData.where` says which folder it was.
 """
 
@@ -30,7 +30,7 @@ class ImageData:
 
     name: str
     where: str
-    """For people: what it is, how much of it, and where it came from."""
+    """For the user: which data, how much of it, and where it came from."""
     classes: int
     train_images: npt.NDArray[np.uint8]
     train_labels: npt.NDArray[np.int64]
@@ -40,14 +40,14 @@ class ImageData:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What a built-in data set must be."""
+    """A built-in data set: its size, checksums and download addresses."""
 
     train_size: int
     validation_size: int
     sha256: Mapping[str, str]
-    """Of the decompressed content of each of the four files."""
+    """SHA-256 of the decompressed content of each of the four files."""
     mirrors: tuple[str, ...]
-    """Where the files can be downloaded from; none for a set that ships with the package."""
+    """Where to download the files; empty for a set that ships with the package."""
 
     @property
     def size(self) -> str:
@@ -59,7 +59,7 @@ class Source:
 
 
 class Verdict(NamedTuple):
-    """What `verify` found out about one file."""
+    """What `verify` found for one file."""
 
     file: str
     ok: bool
@@ -105,25 +105,25 @@ SOURCES: dict[str, Source] = {
 
 WAYS_TO_GET_IT = (
     "install the Debian package dataset-fashion-mnist (apt install dataset-fashion-mnist); "
-    "or run `paceline data fetch fashion-mnist` where there is a network; "
-    "or copy the four files to a folder and say --data-dir FOLDER; "
+    "or run `paceline data fetch fashion-mnist` with a network; "
+    "or copy the four files to a folder and use --data-dir FOLDER; "
     "or use fashion-mnist-mini, which ships with paceline and needs no network"
 )
 
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with a file's name, the bytes there so far and, where known, the bytes in all."""
+"""Called with a file's name, the bytes received so far and, if known, the total."""
 
 
 def load(name: str, data_dir: Path | None = None, progress: Progress | None = None) -> ImageData:
-    """The data set `name`, read and checked; downloaded first if it is nowhere on this machine."""
+    """The data set `name`, read and checked; downloaded first if it is not on this machine."""
     source = source_named(name)
     folder = find(name, data_dir)
     if folder is None:
         try:
             folder = fetch_fashion_mnist(data_dir, progress)
         except DataError as error:
-            raise DataError(f"{name} is not here and was not fetched: {error}. Ways to get it: {WAYS_TO_GET_IT}") from None
+            raise DataError(f"{name} was not found and could not be downloaded: {error}. To get it: {WAYS_TO_GET_IT}") from None
     train_images, train_labels = _read_pair(folder, TRAIN_IMAGES, TRAIN_LABELS, source.train_size)
     validation_images, validation_labels = _read_pair(folder, VALIDATION_IMAGES, VALIDATION_LABELS, source.validation_size)
     return ImageData(
@@ -144,7 +144,7 @@ def find(name: str, data_dir: Path | None = None) -> Path | None:
     if data_dir is not None and os.path.exists(data_dir) and not os.path.isdir(data_dir):
         raise DataError(f"--data-dir {data_dir} is a file: it must be a folder")
     if data_dir is not None and _held(_layout_in(data_dir)):
-        folders = [data_dir]  # begun there: to be completed there, not replaced by what lies elsewhere
+        folders = [data_dir]  # has some of the files: complete those, do not use another folder
     else:
         folders = [*([data_dir] if data_dir is not None else []), _cache_folder(), _SYSTEM_FOLDER]
     layouts = (_layout_in(folder) for folder in folders)
@@ -152,7 +152,7 @@ def find(name: str, data_dir: Path | None = None) -> Path | None:
 
 
 def fetch_fashion_mnist(data_dir: Path | None = None, progress: Progress | None = None) -> Path:
-    """Complete `data_dir`, or else the cache folder: keep what is right, download the rest. Returns the files' folder."""
+    """Download the files that are missing or damaged to `data_dir`, by default the cache folder. Returns their folder."""
     source = SOURCES["fashion-mnist"]
     folder = _layout_in(data_dir if data_dir is not None else _cache_folder())
     for verdict in verify(folder):
@@ -176,7 +176,7 @@ def verify(folder: Path, name: str = "fashion-mnist") -> list[Verdict]:
 
 
 def source_named(name: str) -> Source:
-    """The built-in source of this name; a `UsageError` that suggests the nearest if there is none."""
+    """The built-in data set with this name; a `UsageError` suggests the nearest name if it does not exist."""
     if name not in SOURCES:
         raise unknown("data set", name, SOURCES)
     return SOURCES[name]
@@ -199,32 +199,32 @@ def _read_pair(
     _check_shape(images_path, images.shape, (size, _SIDE, _SIDE))
     _check_shape(labels_path, labels.shape, (size,))
     if labels.max() >= _CLASSES:
-        raise DataError(f"{labels_path} holds label {labels.max()}, but labels go from 0 to {_CLASSES - 1}: {_REPLACE}")
+        raise DataError(f"{labels_path} holds label {labels.max()}, but labels must be from 0 to {_CLASSES - 1}: {_REPLACE}")
     return images.reshape(size, 1, _SIDE, _SIDE), labels.astype(np.int64)
 
 
 def _check_shape(path: Path, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
-        raise DataError(f"{path} has shape {found}, but this data set's is {expected}: {_REPLACE}")
+        raise DataError(f"{path} has shape {found}, but it must be {expected}: {_REPLACE}")
 
 
 def _layout_in(folder: Path) -> Path:
-    """Where in `folder` the files lie: in itself, as in our cache, or as torchvision lays them out."""
+    """Where in `folder` the files are: directly in it, in `fashion-mnist` (our cache), or in torchvision's layout."""
     return max((folder, folder / "fashion-mnist", folder / "FashionMNIST" / "raw"), key=lambda layout: len(_held(layout)))
 
 
 def _held(folder: Path) -> dict[str, Path]:
-    """The files that are in `folder`, packed or not; packed goes first, because that is what a fetch repairs."""
+    """The files in `folder`, compressed or not. If both exist, use the compressed one: that is what a fetch repairs."""
     held: dict[str, Path] = {}
     for file in _FILES:
         for path in (folder / file, folder / f"{file}.gz"):
-            if os.path.isfile(path):  # Path.is_file would raise in a folder we may not look into
+            if os.path.isfile(path):  # Path.is_file raises in a folder that we may not read
                 held[file] = path
     return held
 
 
 def _cache_folder() -> Path:
-    """The one place where the environment is read."""
+    """Where downloads go. The only place that reads these environment variables."""
     if chosen := os.environ.get("PACELINE_DATA"):
         return Path(chosen).expanduser()
     try:
@@ -244,5 +244,5 @@ def _verdict(path: Path, expected: str) -> Verdict:
     except DataError as error:
         return Verdict(path.name, False, str(error))
     if found != expected:
-        return Verdict(path.name, False, f"content SHA-256 is {found[:12]}..., published is {expected[:12]}...")
+        return Verdict(path.name, False, f"content SHA-256 is {found[:12]}..., but the published one is {expected[:12]}...")
     return Verdict(path.name, True, f"content SHA-256 {found[:12]}...")

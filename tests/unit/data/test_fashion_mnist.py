@@ -221,7 +221,7 @@ def test_verify_tells_right_wrong_damaged_and_missing_apart(tiny):
     verdicts = verify(folder)
     assert [(file, ok) for file, ok, _ in verdicts] == [(f"{file}.gz", file == TRAIN_IMAGES) for file in FILES]
     assert "published" in verdicts[1].detail
-    assert "whole gzip" in verdicts[2].detail
+    assert "complete gzip" in verdicts[2].detail
     assert verdicts[3].detail == "missing"
 
 

@@ -77,7 +77,7 @@ def test_a_broken_deflate_stream_is_refused(tmp_path):
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_trailing_bytes_are_refused(tmp_path, pack):
     (tmp_path / "long").write_bytes(pack(WHOLE + b"\0"))
-    assert "follow" in refusal(tmp_path / "long")
+    assert "more than the 30 bytes" in refusal(tmp_path / "long")
 
 
 @pytest.mark.parametrize("magic", [b"\0\0\x0d\x03", b"\1\0\x08\x03", b"<htm", b"\0\0\x08\xff"])
@@ -96,7 +96,7 @@ def test_a_bomb_is_read_no_further_than_its_header_promises(tmp_path, monkeypatc
     true_read = gzip.GzipFile.read
     monkeypatch.setattr(gzip.GzipFile, "read", lambda self, size=-1: read.append(size) or true_read(self, size))
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(WHOLE + bytes(64 << 20)))
-    assert "follow" in refusal(tmp_path / "bomb.gz")
+    assert "more than the 30 bytes" in refusal(tmp_path / "bomb.gz")
     assert all(size >= 0 for size in read)
     assert sum(read) == len(WHOLE) + 1
 

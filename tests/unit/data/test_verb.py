@@ -31,7 +31,7 @@ def test_list_says_how_to_get_what_is_not_here(nowhere, capsys):
     full, mini = capsys.readouterr().out.splitlines()
     assert full.startswith("fashion-mnist ")
     assert "60,000 + 10,000" in full
-    assert "not here: " in full
+    assert "not found: " in full
     assert "paceline data fetch fashion-mnist" in full
     assert mini.split(maxsplit=1)[0] == "fashion-mnist-mini"
     assert "6,000 + 1,000" in mini
@@ -59,18 +59,23 @@ def test_fetch_prints_quarters_when_piped(nowhere, capsys, monkeypatch):
         "a.gz: 7.6 of 10.0 MB",
         "a.gz: 10.0 of 10.0 MB",
         "b.gz: 1.0 MB",
-        f"fashion-mnist is in {nowhere}: all files are right",
+        f"fashion-mnist is in {nowhere}: all files are correct",
     ]
 
 
-def test_fetch_rewrites_one_line_on_a_terminal(nowhere, capsys, monkeypatch):
+def test_fetch_draws_bars_on_a_terminal(nowhere, capsys, monkeypatch):
     monkeypatch.setattr(fashion_mnist, "fetch_fashion_mnist", pretend_fetch)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
     assert verb.fetch("fashion-mnist", nowhere) == 0
-    rewritten, last = capsys.readouterr().out.rstrip("\n").split("\n")  # splitlines would also cut at \r
-    assert rewritten.count("\r") == 51
-    assert "\ra.gz: 5.0 of 10.0 MB " in rewritten
-    assert last == f"fashion-mnist is in {nowhere}: all files are right"
+    *bars, last = capsys.readouterr().out.splitlines()
+    text = "\n".join(bars)
+    assert "a.gz" in text
+    assert "10.0/10.0 MB" in text
+    assert "1.0/? MB" in text, "the size of b.gz is not known"
+    assert "a.gz: " not in text, "no plain lines between the bars"
+    assert last.endswith(f"fashion-mnist is in {nowhere}: all files are correct")
 
 
 def pretend_fetch(data_dir, progress):
@@ -95,7 +100,7 @@ def test_fetch_of_what_is_here_and_right_has_nothing_to_do(nowhere, capsys, monk
     system = pretend_here(nowhere / "system")
     monkeypatch.setattr(fashion_mnist, "verify", lambda folder, name: [Verdict("a.gz", True, "")])
     assert verb.fetch("fashion-mnist") == 0
-    assert capsys.readouterr().out == f"fashion-mnist is already in {system}: all files are right\n"
+    assert capsys.readouterr().out == f"fashion-mnist is already in {system}: all files are correct\n"
 
 
 def test_fetch_of_what_is_here_and_damaged_fetches(nowhere, monkeypatch):
@@ -129,7 +134,7 @@ def test_verify_of_an_empty_given_folder_does_not_look_elsewhere(nowhere, capsys
 
 def test_verify_of_what_is_nowhere_gives_1(nowhere, capsys):
     assert verb.verify("fashion-mnist") == 1
-    assert "not here" in capsys.readouterr().out
+    assert "not found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("act", [verb.fetch, verb.verify])

@@ -389,7 +389,7 @@ def test_the_launcher_unpickles_nothing(worker, tmp_path, monkeypatch):
 def test_a_taken_port_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(PacelineError, match=f"node 0 cannot listen at {where}: Address already in use; choose another --rend"):
+        with pytest.raises(PacelineError, match=f"node 0 cannot listen at {where}: Address already in use; choose another"):
             launch(["train"], Config(workers=1, nodes=2, rendezvous=where))
 
 
