@@ -1,4 +1,4 @@
-"""`paceline doctor`: is this machine ready? A line a check, with a fix where something is wrong."""
+"""`paceline doctor`: check that this machine is ready to train. One line per check, with a fix if something is wrong."""
 
 import os
 import platform
@@ -36,7 +36,7 @@ class Finding:
 
 
 def doctor() -> int:
-    """Print the findings; 1 if something is wrong that keeps runs from working."""
+    """Print the findings; return 1 if something is wrong that keeps runs from working."""
     wrong = 0
     for check in _CHECKS:
         try:
@@ -44,11 +44,11 @@ def doctor() -> int:
                 fix = f"; fix: {finding.fix}" if finding.fix else ""
                 print(f"{finding.level:<5} {finding.what:<12} {finding.text}{fix}", flush=True)
                 wrong += finding.level == "wrong"
-        except Exception as error:  # a check that breaks is a finding too, never a traceback
+        except Exception as error:  # a check that fails is a finding too, not a traceback
             name = check.__name__.lstrip("_")
             print(f"wrong {name:<12} the check itself failed: {type(error).__name__}: {error}", flush=True)
             wrong += 1
-    print("ready to train" if not wrong else f"{wrong} thing(s) to fix")
+    print("ready to train" if not wrong else f"{wrong} problem{'s' * (wrong > 1)} to fix")
     return 1 if wrong else 0
 
 
@@ -57,7 +57,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _torch() -> Iterator[Finding]:
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    major, minor = (int(number) for number in torch.__version__.split(".")[:2])
     old = (major, minor) < (2, 11)
     yield Finding("wrong" if old else "ok", "torch", torch.__version__, "pip install 'torch>=2.11'" if old else "")
 
@@ -70,7 +70,7 @@ def _gpus() -> Iterator[Finding]:
                 "wrong", "gpu", f"torch has CUDA {built} but sees no GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES"
             )
         else:
-            why = "torch is a CPU build" if not built else "no GPU here"
+            why = "torch is a CPU build" if not built else "no GPU found"
             yield Finding("note", "gpu", f"{why}: runs use CPU workers on gloo")
         return
     for index in range(torch.cuda.device_count()):
@@ -82,7 +82,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _bf16() -> Iterator[Finding]:
-    """What `--precision auto` would find: a new trial, not the cached one, so that a changed machine can be seen again."""
+    """What `--precision auto` would choose. Runs a new trial, not the cached one, in case the machine has changed."""
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             major, minor = torch.cuda.get_device_capability(index)
@@ -124,7 +124,7 @@ def _launcher() -> Iterator[Finding]:
         name for name in ("torchrun", "srun", "mpirun") if shutil.which(name) or (Path(sys.executable).parent / name).exists()
     ]
     inside = "" if place.launcher == "alone" else f"; this is worker {place.rank} of {place.size} started by {place.launcher}"
-    yield Finding("ok", "launchers", f"own, {', '.join(tools)}{inside}")
+    yield Finding("ok", "launchers", f"{', '.join(['paceline --workers', *tools])}{inside}")
 
 
 def _network() -> Iterator[Finding]:
@@ -145,7 +145,7 @@ def _data() -> Iterator[Finding]:
     for name in fashion_mnist.SOURCES:
         folder = fashion_mnist.find(name)
         if folder is None:
-            yield Finding("note", "data", f"{name} is not here", f"paceline data fetch {name}")
+            yield Finding("note", "data", f"{name} was not found", f"paceline data fetch {name}")
             continue
         try:
             fashion_mnist.load(name)
@@ -164,7 +164,7 @@ def _disk() -> Iterator[Finding]:
 
 
 def _all_reduce() -> Iterator[Finding]:
-    """Two real processes, as a run would start them, add a tensor over gloo."""
+    """Add a tensor over gloo, in two real processes like those of a run."""
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         begin = time.perf_counter()
         env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else dict(os.environ)
@@ -181,8 +181,8 @@ def _all_reduce() -> Iterator[Finding]:
         try:
             outputs = [process.communicate(timeout=_ALL_REDUCE_S) for process in pair]
         except subprocess.TimeoutExpired:
-            text = f"2 workers did not meet in {_ALL_REDUCE_S} s"
-            yield Finding("wrong", "all-reduce", text, "check that lo is up and a firewall does not close it")
+            text = f"2 workers did not connect within {_ALL_REDUCE_S} s"
+            yield Finding("wrong", "all-reduce", text, "check that lo is up and that no firewall blocks it")
             return
         finally:
             for process in pair:
@@ -190,13 +190,13 @@ def _all_reduce() -> Iterator[Finding]:
                 process.wait()
         if [out.strip() for out, _ in outputs] != ["3.0", "3.0"]:
             last = (outputs[0][1] or outputs[1][1]).strip().splitlines()
-            yield Finding("wrong", "all-reduce", f"2 workers failed: {last[-1] if last else outputs}", "see the lines above")
+            yield Finding("wrong", "all-reduce", f"2 workers failed: {last[-1] if last else outputs}", "see the checks above")
             return
-        yield Finding("ok", "all-reduce", f"2 workers over gloo, {time.perf_counter() - begin:.1f} s with start-up")
+        yield Finding("ok", "all-reduce", f"2 workers over gloo, {time.perf_counter() - begin:.1f} s including start-up")
 
 
 def add(store: str, rank: str) -> None:
-    """What each of doctor's two workers does: 1 + 2."""
+    """Runs in each of the two workers: all-reduce 1 + 2."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
     value = torch.full((1000,), float(rank) + 1)
     dist.all_reduce(value)

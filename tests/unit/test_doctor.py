@@ -53,7 +53,7 @@ def test_a_check_that_breaks_is_a_finding(only, capsys):
         "ok    half         fine so far",
         "wrong broken       the check itself failed: OSError: the disk is gone",
         "ok    after        still asked",
-        "1 thing(s) to fix",
+        "1 problem to fix",
     ]
 
 
@@ -159,7 +159,7 @@ def test_workers_that_hang_are_ended(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_ALL_REDUCE_S", 0.2)
     (found,) = module._all_reduce()
     assert found.level == "wrong"
-    assert "did not meet" in found.text
+    assert "did not connect" in found.text
 
 
 def test_bf16_is_tried_as_a_run_would_try_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,9 +44,9 @@ def fetch(
 ) -> Path:
     """Download `target`, whose content has this SHA-256 (see `content_sha256`), from the first of `urls` that delivers it.
 
-    Does not use the network if `target` is already right. `attempts` is the total over all urls, which take turns. Each is tried
-    at least once; one that refuses permanently (404 and the like) is not tried again. `timeout_s` is how long a server may send
-    nothing. After an interrupt the `.part` stays, and the next call continues from there.
+    Does not use the network if `target` is already right. `attempts` is the total over all urls, which take turns. Each is
+    tried at least once; one that refuses permanently (404 and the like) is not tried again. `timeout_s` is how long a server
+    may send nothing. After an interrupt the `.part` stays, and the next call continues from there.
     """
     for url in urls:
         if urlsplit(url).scheme not in ("http", "https"):
@@ -158,7 +158,7 @@ def _get(job: _Job, url: str) -> None:
     """One attempt: transfer, check, rename."""
     continued = _transfer(job, url)
     if continued and _fault(job, job.part):
-        # The earlier bytes may come from another archive, or a crash may have damaged them: start over before blaming the server.
+        # The earlier bytes may come from another archive, or a crash may have damaged them: start over once.
         job.part.unlink()
         _transfer(job, url)
     if fault := _fault(job, job.part):

@@ -1,8 +1,8 @@
 """Fashion-MNIST (Xiao, Rasul, Vollgraf 2017, arXiv:1708.07747): the full set, and a small subset that ships with Paceline.
 
-`fashion-mnist` is searched for in the user's folder, in the cache folder and where Debian's package installs it, and is downloaded
-if none of them has it. `fashion-mnist-mini` is the first 600 training and 100 validation images of each class, in their original
-order (`tools/make_mini.py`); it needs no network.
+`fashion-mnist` is searched for in the user's folder, in the cache folder and where Debian's package installs it, and is
+downloaded if none of them has it. `fashion-mnist-mini` is the first 600 training and 100 validation images of each class, in
+their original order (`tools/make_mini.py`); it needs no network.
 
 Data is never replaced silently: the first folder that has the files is used, a damaged file in it is an error, and
 `ImageData.where` says which folder it was.

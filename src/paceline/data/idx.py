@@ -1,8 +1,8 @@
 """Read IDX files, the format of MNIST and its descendants, with numpy alone.
 
-An IDX file is two zero bytes, a type code, the rank, one big-endian uint32 per dimension, then the values in row-major order. It
-may be compressed with gzip: its first bytes decide, not its name. A file that is damaged in any way is refused: training with a
-few wrong images would work, and the error would go unnoticed.
+An IDX file is two zero bytes, a type code, the rank, one big-endian uint32 per dimension, then the values in row-major order.
+It may be compressed with gzip: its first bytes decide, not its name. A file that is damaged in any way is refused: training
+with a few wrong images would work, and the error would go unnoticed.
 """
 
 import gzip
@@ -65,7 +65,7 @@ def _parse(content: BinaryIO) -> npt.NDArray[np.uint8]:
 
 
 def _read_exactly(content: BinaryIO, size: int, what: str) -> bytearray:
-    """`size` bytes, in chunks: memory grows with the file, not with what a damaged header claims (up to 4 GiB per dimension)."""
+    """`size` bytes, in chunks: memory grows with the file, not with a damaged header's claim (up to 4 GiB per dimension)."""
     found = bytearray()
     while len(found) < size:
         chunk = content.read(min(_CHUNK_BYTES, size - len(found)))

@@ -1,11 +1,11 @@
-"""Two ways to bring batches to a worker's device, behind one class.
+"""The two loaders that bring batches to a worker's device, behind one interface.
 
-`batches(plan, epoch)` yields one batch for every array of sample numbers in the plan. `Resident` holds the whole data set on
-the device; `Streaming` reads a map-style Dataset through torch's DataLoader. Both prepare batches on the device, and call
-`before(i)` just before batch i is prepared, whatever random numbers were drawn to fetch it: that is where a part is seeded.
+`batches(indices, epoch)` yields one batch for every array of sample numbers. `Resident` holds the whole data set on the device;
+`Streaming` reads a map-style Dataset with torch's DataLoader. Both prepare batches on the device. They call `before(i)` just
+before batch i is prepared, after all random numbers for fetching it were drawn: this is where a part is seeded.
 
-A batch is made in two halves, so that a step captured as a CUDA graph can contain the second: `inputs` yields what differs
-from one to the next, as tensors on the device; `make` is the same work on them each time.
+A batch is made in two stages, so that a step captured as a CUDA graph can contain the second: `inputs` yields what differs
+between batches, as tensors on the device; `make` does the same work on them each time.
 """
 
 import multiprocessing
@@ -33,37 +33,38 @@ from paceline.errors import describe_exit
 
 Batch = tuple[Any, ...]
 Inputs = tuple[Any, ...]
-Plan = Sequence[np.ndarray]
+BatchIndices = Sequence[np.ndarray]
+"""One array of sample numbers per batch, in order."""
 Before = Callable[[int], None]
 Prepare = Callable[[tuple[Tensor, ...], Tensor, int | None], tuple[Tensor, ...]]
-"""(batch on the device, sample numbers, epoch or None in validation) -> what the objective gets."""
+"""(batch on the device, sample numbers, epoch or None in validation) -> the batch for the objective."""
 
 
 @runtime_checkable
 class KeyedPrepare(Protocol):
-    """A `prepare` that may be given the epoch as a tensor: it can be part of a captured step. `Images` is one."""
+    """A `prepare` that accepts the epoch as a tensor, so it can be part of a captured step. `Images` is one."""
 
     def epoch_key(self, epoch: int) -> int:
-        """What stands for an epoch."""
+        """A number that stands for the epoch."""
         ...
 
     def apply(self, batch: tuple[Tensor, ...], samples: Tensor, epoch_key: Tensor | None) -> tuple[Tensor, ...]:
-        """What the objective gets, by tensor operations alone."""
+        """The batch for the objective, made only with tensor operations."""
         ...
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """A data set as tensors of equal length: inputs, targets, or however many there are."""
+    """A data set as tensors of equal length: inputs, targets and any others."""
 
     tensors: tuple[Tensor, ...]
     about: str = ""
-    """Which data this is, for the contract and the record."""
+    """Which data this is; shown in the contract and the record."""
 
     def __post_init__(self) -> None:
         lengths = {len(tensor) for tensor in self.tensors}
         if len(lengths) != 1:
-            raise ValueError(f"the arrays of a data set must have one length, not {sorted(lengths)}")
+            raise ValueError(f"the arrays of a data set must have the same length, not {sorted(lengths)}")
 
     def __len__(self) -> int:
         return len(self.tensors[0])
@@ -80,12 +81,12 @@ class Arrays:
 
     @property
     def nbytes(self) -> int:
-        """Memory it takes."""
+        """Bytes of memory."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What a tree of tuples, lists and dicts holds, in order."""
+    """The leaves of a tree of tuples, lists and dicts, in order."""
     if isinstance(value, tuple | list | dict):
         for item in value.values() if isinstance(value, dict) else value:
             yield from leaves(item)
@@ -94,49 +95,49 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors among its leaves."""
+    """The tensors among the leaves of a tree."""
     return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same tree with `function` of every tensor in its place."""
+    """The same tree, with `function` applied to every tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
         return {name: map_tensors(function, item) for name, item in value.items()}
     if isinstance(value, tuple | list):
         items = [map_tensors(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a NamedTuple keeps its names
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # keep a NamedTuple's type
     return value
 
 
 def _nothing(i: int) -> None:
-    """The `before` of those who need none."""
+    """The default `before`: do nothing."""
 
 
 class Loader(ABC):
-    """What the training loop sees of either loader."""
+    """The interface of both loaders."""
 
     @abstractmethod
-    def inputs(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Inputs]:
-        """For every array in the plan, in order: tensors on the device that `make` makes a batch of."""
+    def inputs(self, indices: BatchIndices, epoch: int | None, before: Before = _nothing) -> Iterator[Inputs]:
+        """For every array of `indices`, in order: the tensors on the device that `make` turns into a batch."""
 
     @abstractmethod
     def make(self, inputs: Inputs) -> Batch:
-        """The batch. Nothing here waits for the device or depends on anything but the inputs."""
+        """The batch. Does not wait for the device and depends only on the inputs."""
 
     def start(self) -> None:  # noqa: B027  # most loaders have nothing to start
-        """Start the loader's processes; without this call, the first batch does.
+        """Start the loader's processes. Without this call, the first batch starts them.
 
         Call it before starting threads or locking files: a forked process inherits the locks of both.
         """
 
     def close(self) -> None:  # noqa: B027
-        """End the loader's processes. There are no batches afterwards."""
+        """End the loader's processes. It yields no batches afterwards."""
 
-    def batches(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Batch]:
-        """One batch on the device for every array in the plan, in order."""
-        yield from map(self.make, self.inputs(plan, epoch, before))
+    def batches(self, indices: BatchIndices, epoch: int | None, before: Before = _nothing) -> Iterator[Batch]:
+        """One batch on the device for every array of `indices`, in order."""
+        yield from map(self.make, self.inputs(indices, epoch, before))
 
 
 def make_loader(
@@ -148,7 +149,7 @@ def make_loader(
     seed: int,
     cores: Iterable[int] | None = None,
 ) -> Loader:
-    """The loader for this data: resident where it is arrays that fit, unless told otherwise. Its processes may use `cores`."""
+    """The loader for this data: by default resident for arrays that fit, otherwise streaming. Its processes may use `cores`."""
     if isinstance(data, Arrays) and kind != "streaming" and (kind == "resident" or _fits(data, device)):
         return Resident(data, prepare, device)
     return Streaming(data, prepare, device, workers, seed, cores)
@@ -161,11 +162,11 @@ class Resident(Loader):
         self._tensors = tuple(tensor.to(device) for tensor in data.tensors)
         self._prepare, self._device = _Preparation(prepare, device), device
 
-    def inputs(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Inputs]:
-        if not plan:
+    def inputs(self, indices: BatchIndices, epoch: int | None, before: Before = _nothing) -> Iterator[Inputs]:
+        if not indices:
             return
-        sizes, begun = [len(samples) for samples in plan], self._prepare.begin(epoch)
-        everything = torch.from_numpy(np.concatenate(plan)).to(self._device)  # one copy an epoch, not one a step
+        sizes, begun = [len(samples) for samples in indices], self._prepare.begin(epoch)
+        everything = torch.from_numpy(np.concatenate(indices)).to(self._device)  # one copy per epoch, not per step
         for i, samples in enumerate(torch.split(everything, sizes)):
             if self._prepare.later:
                 before(i)
@@ -186,7 +187,7 @@ class Resident(Loader):
 
 
 class Streaming(Loader):
-    """torch's DataLoader, with worker processes kept between epochs, pinned memory and the next batch copied ahead on a GPU."""
+    """torch's DataLoader: its processes live on between epochs; for a GPU, memory is pinned and the next batch copied ahead."""
 
     def __init__(
         self,
@@ -198,24 +199,24 @@ class Streaming(Loader):
         cores: Iterable[int] | None = None,
     ) -> None:
         self._prepare, self._device = _Preparation(prepare, device), device
-        self._plan = _PlanSampler()
-        # torch counts the worker's own core, to which its loader's processes are not bound.
+        self._sampler = _BatchSampler()
+        # torch counts only the cores that this worker is bound to, but its loader processes may use more.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         self._loader = DataLoader(
             _Keyed(data, seed),
-            batch_sampler=self._plan,
+            batch_sampler=self._sampler,
             num_workers=workers,
             pin_memory=device.type == "cuda",
             persistent_workers=workers > 0,
             collate_fn=_collate,
             worker_init_fn=partial(_begin_process, os.getpid(), cores),
-            generator=torch.Generator(),  # each epoch draws a number; it must not come from the generator that training uses
+            generator=torch.Generator(),  # each epoch draws a number from it: do not use the generator that training uses
         )
 
     def start(self) -> None:
         if self._loader.num_workers:
             _make_temp_dir()
-            self._plan.plan = ()
+            self._sampler.indices = ()
             iter(self._loader)  # torch keeps the processes for later epochs
 
     def close(self) -> None:
@@ -235,10 +236,10 @@ class Streaming(Loader):
             for process in iterator._workers:
                 process.join()
 
-    def inputs(self, plan: Plan, epoch: int | None, before: Before = _nothing) -> Iterator[Inputs]:
-        self._plan.plan, self._plan.epoch = plan, epoch
+    def inputs(self, indices: BatchIndices, epoch: int | None, before: Before = _nothing) -> Iterator[Inputs]:
+        self._sampler.indices, self._sampler.epoch = indices, epoch
         begun = self._prepare.begin(epoch)
-        copied = self._copy_ahead(zip(self._loader, plan, strict=True))
+        copied = self._copy_ahead(zip(self._loader, indices, strict=True))
         for i, (batch, samples) in enumerate(copied):
             before(i)
             yield (batch, samples, begun) if self._prepare.later else self._prepare.now(batch, samples, epoch)
@@ -270,7 +271,7 @@ class Streaming(Loader):
 
 
 class _Preparation:
-    """Which half of making a batch a task's `prepare` belongs to: the second, where it can be part of a captured step."""
+    """Decides in which stage a task's `prepare` runs: in the second if it can be part of a captured step."""
 
     def __init__(self, prepare: Prepare | None, device: torch.device) -> None:
         self._prepare, self._device = prepare, device
@@ -278,37 +279,37 @@ class _Preparation:
         self.later = prepare is None or self._keyed is not None
 
     def begin(self, epoch: int | None) -> Tensor | None:
-        """What the second half must know of an epoch."""
+        """What the second stage needs to know about the epoch."""
         if epoch is None or self._keyed is None:
             return None
         return on_device(self._keyed.epoch_key(epoch), self._device)
 
     def now(self, batch: tuple[Tensor, ...], samples: Tensor, epoch: int | None) -> Batch:
-        """In the first half."""
+        """Prepare in the first stage."""
         assert self._prepare is not None
         return self._prepare(batch, samples, epoch)
 
     def then(self, batch: tuple[Tensor, ...], samples: Tensor, begun: Tensor | None) -> Batch:
-        """In the second half."""
+        """Prepare in the second stage."""
         return batch if self._keyed is None else self._keyed.apply(batch, samples, begun)
 
 
-class _PlanSampler:
-    """Gives the DataLoader the plan of the moment; its workers live on from one epoch to the next."""
+class _BatchSampler:
+    """Gives the DataLoader the current batches, because its processes outlive an epoch."""
 
-    plan: Plan = ()
+    indices: BatchIndices = ()
     epoch: int | None = None
 
     def __iter__(self) -> Iterator[list[tuple[int | None, int]]]:
-        for samples in self.plan:
+        for samples in self.indices:
             yield [(self.epoch, sample) for sample in samples.tolist()]
 
     def __len__(self) -> int:
-        return len(self.plan)
+        return len(self.indices)
 
 
 class _Keyed(Dataset[Any]):
-    """A Dataset whose random numbers follow the sample: seeded by (seed, epoch, sample) before each is made."""
+    """A Dataset that seeds all random numbers by (seed, epoch, sample) before each sample is made."""
 
     def __init__(self, data: Arrays | Dataset[Any], seed: int) -> None:
         self._data, self._seed = data, seed
@@ -318,7 +319,7 @@ class _Keyed(Dataset[Any]):
             return self._data.__getitems__([sample for _, sample in asked])
         try:
             return [self._one(epoch, sample) for epoch, sample in asked]
-        except SystemExit as error:  # torch would not say where it was called in a loader process
+        except SystemExit as error:  # from a loader process, torch would not say where it was called
             raise RuntimeError(describe_exit(error)) from error
 
     def __len__(self) -> int:
@@ -330,13 +331,13 @@ class _Keyed(Dataset[Any]):
         return self._data[sample]
 
 
-_CLOSE_S = 2.0  # for a loader process to finish the batch it is working on
+_CLOSE_S = 2.0  # how long a loader process may take to finish its batch
 
 
 def _make_temp_dir() -> None:
-    """Make multiprocessing's folder here: the processes share it, and this process removes it even if they are killed.
+    """Make multiprocessing's folder in this process, which removes it even if the loader processes are killed.
 
-    It holds sockets, whose paths are limited to 107 characters. With a longer one a loader process would hang without an error.
+    It holds sockets, and their paths are limited to 107 characters: with a longer one a loader process hangs without an error.
     """
     given = tempfile.tempdir
     if len(tempfile.gettempdir()) > _MOST_PATH:
@@ -352,11 +353,11 @@ _MOST_PATH = 70  # characters; multiprocessing adds about 32
 
 def _kill(processes: Iterable[Any]) -> None:
     for process in processes:
-        process.kill()  # does nothing to one that has ended
+        process.kill()  # does nothing if it has ended
 
 
 def _begin_process(parent: int, cores: Iterable[int] | None, number: int) -> None:
-    """Runs in each loader process: exit with the worker, not before."""
+    """Runs in each loader process: it ends with the worker, not before."""
     served = multiprocessing.get_start_method() == "forkserver"  # then the parent is the server, which ends with the worker
     die_with_parent(os.getppid() if served else parent)
     # Terminals and schedulers send these to all processes of a run, and the worker still needs samples to finish its step.
@@ -364,7 +365,7 @@ def _begin_process(parent: int, cores: Iterable[int] | None, number: int) -> Non
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, lambda *_: None)
     if cores:
-        os.sched_setaffinity(0, cores)  # otherwise they would compete for the worker's own cores
+        os.sched_setaffinity(0, cores)  # otherwise they would compete for the cores that the worker is bound to
 
 
 def _collate(items: Any) -> Any:
@@ -374,5 +375,5 @@ def _collate(items: Any) -> Any:
 
 
 def _fits(data: Arrays, device: torch.device) -> bool:
-    """Whether the data takes less than a third of the device's free memory (a CPU worker's data is in memory already)."""
+    """Whether the data needs less than a third of the device's free memory (a CPU worker's data is already in memory)."""
     return device.type != "cuda" or data.nbytes < torch.cuda.mem_get_info(device)[0] / 3

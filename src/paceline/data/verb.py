@@ -29,7 +29,7 @@ def list_data(data_dir: Path | None = None) -> int:
 
 
 def fetch(name: str, data_dir: Path | None = None) -> int:
-    """Download `name` unless it is complete on this machine: in `data_dir` if given, otherwise anywhere that `load` searches."""
+    """Download `name` unless it is complete already: in `data_dir` if given, otherwise anywhere that `load` searches."""
     if fashion_mnist.source_named(name).ships:
         print(f"{name} ships with paceline: nothing to fetch")
         return 0

@@ -1,10 +1,12 @@
-"""The models by name: `cnn`, `resnet:depth=20,skip=false`, `wide_resnet:depth=16,width=4,norm=part,part_size=32`.
+"""Models by name: `cnn`, `resnet:depth=20,skip=false`, `wide_resnet:depth=16,width=4,norm=part,part_size=32`.
 
-A spec is `name` or `name:key=value,key=value`. The keys of a model are the keyword parameters of its function; their
-annotations say what a value may be (`options.py`), so a new key needs no line here and a new model only one. In names and keys
-`-` and `_` are the same.
+Owns the built-in networks, one file per family, and how a spec is read.
+May import: core, errors. Start reading at `build`, then `resnet.py`.
+To add a model, write a file with a function of the same name, and add the name to `_NAMES`.
 
-Model files are imported when a spec asks for them: `names()` and the complaint about an unknown model never load torch.
+A spec is `name` or `name:key=value,key=value`. The keys of a model are the keyword parameters of its function, and their
+annotations say which values are allowed (`options.py`). In names and keys, `-` and `_` are the same. A model's file is imported
+only when a spec names it, so `names()` and the error for an unknown model never import torch.
 """
 
 from __future__ import annotations
@@ -22,31 +24,31 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "check", "names"]
 
-# Each is a file of this package that holds a function of the same name.
+# Each is a file in this package with a function of the same name, small to large.
 _NAMES = ("linear", "mlp", "cnn", "resnet", "wide_resnet", "course_wide_resnet")
 
-# What `build` gives every model: the data decides these, so a spec may not.
+# `build` passes these to every model. The data determines them, so a spec may not.
 _FROM_DATA = ("in_channels", "image_size", "classes")
 
 
 def names() -> tuple[str, ...]:
-    """The models there are, small to large."""
+    """All model names, small to large."""
     return _NAMES
 
 
 def check(spec: str) -> None:
-    """Raise `UsageError` where `spec` names no model, an unknown key or a value that is not allowed; build nothing."""
+    """Raise `UsageError` if `spec` has an unknown model or key, or a value that is not allowed. Builds nothing."""
     _parse(spec)
 
 
 def build(spec: str, *, in_channels: int, image_size: int, classes: int) -> nn.Module:
-    """The model of `spec` for square images of `image_size` pixels a side: (n, in_channels, side, side) -> (n, classes) logits.
+    """Build the model of `spec` for square images: (n, in_channels, image_size, image_size) -> (n, classes) logits.
 
     Initial weights come from torch's global random state: seed it first.
     """
     for what, number in zip(_FROM_DATA, (in_channels, image_size, classes), strict=True):
         if number < 1:
-            raise errors.UsageError(f"model {spec}: {what} is {number}, must be 1 or more")
+            raise errors.UsageError(f"model {spec}: {what} is {number}: it must be 1 or more")
     function, values = _parse(spec)
     net: nn.Module = function(in_channels=in_channels, image_size=image_size, classes=classes, **values)
     return net
@@ -66,17 +68,17 @@ def _parse(spec: str) -> tuple[Callable[..., Any], dict[str, object]]:
         given_key, equals, text = (piece.strip() for piece in pair.partition("="))
         key = given_key.replace("-", "_")
         if not equals:
-            raise errors.UsageError(f"model {spec}: found {pair!r} where key=value belongs{_such_as(name, known)}")
+            raise errors.UsageError(f"model {spec}: found {pair!r} instead of key=value{_such_as(name, known)}")
         if key not in known:
             if not known:
-                raise errors.UsageError(f"model {name} has no keys, found {pair!r}")
+                raise errors.UsageError(f"model {name} has no keys, but {pair!r} was given: use {name}")
             raise errors.unknown(f"key of model {name}", given_key, known)
         if key in values:
             raise errors.UsageError(f"model {spec}: {key} is given twice")
         try:
             values[key] = options.convert(text, known[key])
         except ValueError as error:
-            raise errors.UsageError(f"model {name}: {key} is {text!r}, must be {error}") from None
+            raise errors.UsageError(f"model {name}: {key} is {text!r}: it must be {error}") from None
     return function, values
 
 

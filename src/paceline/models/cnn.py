@@ -1,7 +1,7 @@
-"""A small convolutional net made for CPUs: 29,434 parameters and 1.9 million multiplications an image on Fashion-MNIST.
+"""A small convolutional net for CPUs: 29,434 parameters and 1.9 million multiplications per image on Fashion-MNIST.
 
-What costs on a CPU is the first layers' many pixels, so the stem halves the image with its stride, and the other layers pool
-before they normalise: norm and ReLU see a quarter of the values.
+On a CPU the many pixels of the first layers cost most. So the stem halves the image with its stride, and the other layers pool
+before they normalize: norm and ReLU process a quarter of the values.
 """
 
 from functools import partial

@@ -1,9 +1,9 @@
 """The wide residual net of the course, layer for layer: 17,117,466 parameters on Fashion-MNIST.
 
-After Zagoruyko & Komodakis 2016 (arXiv:1605.07146), but not their net (`wide_resnet.py` is): blocks are conv-norm-ReLU and
-not pre-activated, nothing follows the addition, the projections have a bias, and max-pooling halves the image in place of
-strides. The course's figures are measured on it, so its structure, dropout and initial weights (torch's defaults) stay as
-they are.
+Based on Zagoruyko & Komodakis 2016 (arXiv:1605.07146), but not identical (`wide_resnet.py` is): blocks are conv-norm-ReLU
+instead of pre-activated, nothing follows the addition, the projections have a bias, and max-pooling instead of strides halves
+the image. The course's figures were measured on it, so its structure, dropout and initial weights (torch's defaults) must not
+change.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ def course_wide_resnet(
     norm: NormKind = "batch",
     part_size: Count = 32,
 ) -> nn.Module:
-    """A stem of 16 channels, two blocks at each of 160, 320 and 640, the mean over the 7x7 (of 28x28) pixels left, linear."""
+    """A stem of 16 channels, two blocks each of 160, 320 and 640 channels, the mean over the remaining 7x7 pixels, linear."""
     require_image_size("course_wide_resnet", image_size, 4)
     make = partial(make_norm, norm, dims=2, part_size=part_size)
     layers: list[nn.Module] = [nn.Conv2d(in_channels, STEM, 3, padding=1, bias=False), make(STEM), nn.ReLU(inplace=True)]

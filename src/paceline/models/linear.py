@@ -1,4 +1,4 @@
-"""Logistic regression on pixels: the smallest model, convex, so every worker count must find the same minimum."""
+"""Logistic regression on pixels: the smallest model. It is convex, so any number of workers must find the same minimum."""
 
 from torch import nn
 

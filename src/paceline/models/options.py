@@ -1,7 +1,7 @@
-"""What the keys of a model may be, and how a value is read from a spec.
+"""The allowed values of a model's keys, and how they are read from a spec.
 
-A model function annotates each keyword: `bool`, `str`, a `Literal`, or a number with a `Rule` (`Count`, `Fraction`). The
-annotation is the only statement of what is allowed: `convert` reads the text by it, and its message comes from it.
+A model function annotates each keyword: `bool`, `str`, a `Literal`, or a number with a `Rule` (`Count`, `Fraction`). Only the
+annotation says what is allowed: `convert` uses it to read the text and to write the error message.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class Rule:
     """A limit on a number. Attach with `Annotated[int, Rule(...)]`."""
 
     text: str
-    """Completes "must be ...", and says the type too: "a whole number, 1 or more"."""
+    """Completes "must be ...", including the type: "a whole number, 1 or more"."""
     holds: Callable[[Any], bool]
 
 
@@ -28,7 +28,7 @@ _NUMBERS = {int: "a whole number", float: "a number"}
 
 
 def convert(text: str, annotation: Any) -> object:
-    """`text` as a value of `annotation`. A `ValueError` says what is allowed, as the end of "must be ..."."""
+    """`text` as a value of `annotation`. The text of a `ValueError` completes "must be ..."."""
     if get_origin(annotation) is Annotated:
         plain, rule = get_args(annotation)
         try:
@@ -51,11 +51,11 @@ def convert(text: str, annotation: Any) -> object:
             return annotation(text)
         except ValueError:
             raise ValueError(_NUMBERS[annotation]) from None
-    assert annotation is str, f"a model key is annotated {annotation}: teach keys.convert to read it"
+    assert annotation is str, f"a model key is annotated {annotation}: options.convert cannot read that yet"
     return text
 
 
 def require_image_size(model: str, image_size: int, least: int) -> None:
-    """Raise `UsageError` where images are too small for the net's halvings."""
+    """Raise `UsageError` if images are too small to be halved as often as the net does."""
     if image_size < least:
-        raise errors.UsageError(f"model {model}: images are {image_size}x{image_size}, must be {least}x{least} or larger")
+        raise errors.UsageError(f"model {model}: images are {image_size}x{image_size}: they must be {least}x{least} or larger")

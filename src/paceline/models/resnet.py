@@ -1,9 +1,9 @@
 """The residual net for small images of He et al. 2015 (arXiv:1512.03385), section 4.2.
 
-Three stages of n blocks at 1, 1/2 and 1/4 of the image's size: depth = 6n + 2 (two 3x3 convolutions a block, the stem and the
+Three stages of n blocks at 1, 1/2 and 1/4 of the image's size: depth = 6n + 2 (two 3x3 convolutions per block, the stem and the
 linear layer). Where a stage widens, the skip path takes every second pixel and fills the new channels with zeros (their option
-A), so it has no weights: with `skip=false` the net has the same layers and parameters, only the addition is gone. That pair is
-what Li et al. 2018 (arXiv:1712.09913) draw the loss surfaces of.
+A), so it has no weights: with `skip=false` the net has the same layers and parameters, just without the addition. Li et al.
+2018 (arXiv:1712.09913) draw the loss surfaces of this pair.
 """
 
 from functools import partial

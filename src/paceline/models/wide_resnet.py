@@ -1,4 +1,4 @@
-"""Wide residual nets, Zagoruyko & Komodakis 2016 (arXiv:1605.07146): fewer layers, more channels, more work for a GPU at once.
+"""Wide residual nets, Zagoruyko & Komodakis 2016 (arXiv:1605.07146): fewer layers with more channels, which keep a GPU busier.
 
 WRN-depth-width: three stages of n pre-activated blocks (norm-ReLU-conv twice, He et al. 2016, arXiv:1603.05027) of 16, 32 and
 64 times `width` channels at 1, 1/2 and 1/4 of the image's size; depth = 6n + 4.

@@ -1,13 +1,13 @@
-"""Optimizers, and the rules that turn a trusted learning rate into that of a large batch.
+"""Optimizers by name: torch's SGD and AdamW, and LARS, LAMB, NovoGrad and Muon for large batches.
 
-torch's SGD and AdamW, and what large batches ask for beyond them: `Lars`, `Lamb` and `NovoGrad`, which scale every layer's
-step by norms of that layer (`flat.py` says how, in few kernels), and `Muon`. All of them take a learning rate in a tensor and
-can be part of a CUDA graph.
+Owns the optimizers, one file each, and parameter groups (`groups.py`). `flat.py` updates many tensors in few kernels.
+May import: config, errors. Start reading at `OPTIMIZERS` below, then `lars.py`.
+To add an optimizer, write its class in a new file, and below a function `_name(model, config)` that makes it and an entry in
+`OPTIMIZERS`. It must accept a learning rate in a tensor and work in a CUDA graph, as all of these do.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,14 +18,14 @@ from torch.optim import Optimizer
 from paceline.config import Config
 from paceline.errors import UsageError, unknown
 from paceline.optim.flat import Flat
+from paceline.optim.groups import Groups, adapted_groups, decay_groups
+from paceline.optim.groups import parameter_groups as parameter_groups
 from paceline.optim.lamb import Lamb as Lamb
 from paceline.optim.lars import Lars as Lars
 from paceline.optim.muon import Muon as Muon
 from paceline.optim.muon import Paired as Paired
 from paceline.optim.muon import split_matrices
 from paceline.optim.novograd import NovoGrad as NovoGrad
-
-Groups = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,11 @@ class Entry:
     about: str
     reference: str
     adapts: bool = False
-    """Whether every layer's step is scaled by norms of that layer."""
+    """Whether the step of each layer is scaled by norms of that layer."""
     state: int = 1
-    """Values it keeps for each parameter."""
+    """How many values it keeps per weight."""
     sparse: bool = False
-    """Whether it takes sparse gradients. Each takes a learning rate in a tensor and can be part of a CUDA graph."""
+    """Whether it accepts sparse gradients."""
 
 
 def _sgd(model: nn.Module, config: Config) -> Optimizer:
@@ -52,12 +52,12 @@ def _adamw(model: nn.Module, config: Config) -> Optimizer:
 
 
 def _lars(model: nn.Module, config: Config) -> Optimizer:
-    groups = _adapted_groups(model, config)
+    groups = adapted_groups(model, config)
     return Lars(groups, lr=config.base_lr, momentum=config.momentum, trust_coefficient=config.trust_coefficient)
 
 
 def _lamb(model: nn.Module, config: Config) -> Optimizer:
-    return Lamb(_adapted_groups(model, config), lr=config.base_lr, betas=_betas(config))
+    return Lamb(adapted_groups(model, config), lr=config.base_lr, betas=_betas(config))
 
 
 def _novograd(model: nn.Module, config: Config) -> Optimizer:
@@ -66,16 +66,18 @@ def _novograd(model: nn.Module, config: Config) -> Optimizer:
 
 
 def _muon(model: nn.Module, config: Config) -> Optimizer:
-    """Muon for the matrices, `config.rest` for the rest; `lr_scale` is what a group's learning rate is of the schedule's."""
+    """Muon for the matrices, `config.rest` for the rest. `lr_scale` is a group's learning rate relative to the schedule's."""
     matrices, rest = split_matrices(model)
     if not matrices:
-        raise UsageError("--optimizer muon trains hidden matrices, and this model has none: use sgd or adamw")
+        raise UsageError("--optimizer muon trains hidden matrices, but this model has none: use sgd or adamw")
     group = {"params": matrices, "weight_decay": config.weight_decay, "lr_scale": 1.0}
     muon = Muon([group], lr=config.base_lr, momentum=config.momentum, nesterov=config.nesterov, fixed_norm=config.fixed_norm)
     if not rest:
         return muon
     rest_lr = config.base_lr if config.rest_lr is None else config.rest_lr
-    groups = [{**each, "lr_scale": rest_lr / config.base_lr} for each in _by_decay(rest, config.weight_decay, config.decay_all)]
+    groups = [
+        {**each, "lr_scale": rest_lr / config.base_lr} for each in decay_groups(rest, config.weight_decay, config.decay_all)
+    ]
     make = {"sgd": _sgd_over, "adamw": _adamw_over}[config.rest]
     return Paired(muon, make(groups, replace(config, base_lr=rest_lr)))
 
@@ -83,7 +85,7 @@ def _muon(model: nn.Module, config: Config) -> Optimizer:
 def _sgd_over(groups: Groups, config: Config) -> Optimizer:
     fused = _fuses(groups, config)
     optimizer = SGD(groups, lr=config.base_lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
-    if fused and config.momentum:  # torch's fused kernel fails where one parameter's first gradient comes later than another's
+    if fused and config.momentum:  # torch's fused kernel fails if parameters get their first gradient in different steps
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -97,13 +99,13 @@ def _adamw_over(groups: Groups, config: Config) -> Optimizer:
 
 
 def _betas(config: Config) -> tuple[float, float]:
-    assert config.beta1 is not None  # a Config fills them in
+    assert config.beta1 is not None  # Config sets them
     assert config.beta2 is not None
     return config.beta1, config.beta2
 
 
 def _fuses(groups: Groups, config: Config) -> bool | None:
-    """One kernel for all parameters, which takes a third less time on a CPU too; None is torch's own choice."""
+    """Whether to use one kernel for all parameters (a third less time, on a CPU too); None lets torch choose."""
     return True if config.fast != "off" and all(p.is_floating_point() for group in groups for p in group["params"]) else None
 
 
@@ -128,7 +130,7 @@ OPTIMIZERS = {
     ),
     "novograd": Entry(
         make=_novograd,
-        about="momentum of gradients that are normalised layer by layer",
+        about="momentum of gradients that are normalized layer by layer",
         reference="arXiv:1905.11286",
         adapts=True,
     ),
@@ -141,47 +143,21 @@ OPTIMIZERS = {
 
 
 def check_optimizer(name: str) -> None:
-    """Raise a UsageError with the nearest name if there is no such optimizer."""
+    """Raise a UsageError that suggests the nearest name if this optimizer does not exist."""
     if name not in OPTIMIZERS:
         raise unknown("optimizer", name, OPTIMIZERS)
 
 
 def make_optimizer(model: nn.Module, config: Config) -> Optimizer:
-    """The configured optimizer over the model's parameters, those without weight decay in a group of their own."""
+    """The configured optimizer over the model's parameters. Those without weight decay are in a separate group."""
     check_optimizer(config.optimizer)
     entry = OPTIMIZERS[config.optimizer]
     if any(getattr(module, "sparse", False) for module in model.modules()):
         if not entry.sparse:
-            raise UsageError(f"--optimizer {config.optimizer} does not take the sparse gradients of this model: use sgd")
-        config = replace(config, fast="off")  # fused kernels do not take the sparse gradients of such a layer
+            raise UsageError(f"--optimizer {config.optimizer} does not support the sparse gradients of this model: use sgd")
+        config = replace(config, fast="off")  # fused kernels do not support sparse gradients
     optimizer = entry.make(model, config)
     for each in optimizer.inner if isinstance(optimizer, Paired) else (optimizer,):
         if isinstance(each, Flat):
-            each.uses_graph = False  # the loop records whole steps
+            each.uses_graph = False  # the training loop captures whole steps
     return optimizer
-
-
-def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = False) -> Groups:
-    """Weights in one group; norms and biases (every parameter of at most one dimension) in another, which has no decay."""
-    return _by_decay([parameter for parameter in model.parameters() if parameter.requires_grad], weight_decay, decay_all)
-
-
-def _by_decay(parameters: Iterable[nn.Parameter], weight_decay: float, decay_all: bool) -> Groups:
-    trained = list(parameters)
-    weights = [parameter for parameter in trained if decay_all or parameter.ndim > 1]
-    others = [parameter for parameter in trained if not decay_all and parameter.ndim <= 1]
-    groups = [{"params": weights, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
-def _adapted_groups(model: nn.Module, config: Config) -> Groups:
-    """As `parameter_groups`, by two separate flags: who decays, and whose steps are scaled to their norm."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    weights = [parameter for parameter in trained if parameter.ndim > 1]
-    others = [parameter for parameter in trained if parameter.ndim <= 1]
-    decay = config.weight_decay
-    groups = [
-        {"params": weights, "weight_decay": decay, "adapt": True},
-        {"params": others, "weight_decay": decay if config.decay_all else 0.0, "adapt": config.adapt_all},
-    ]
-    return [group for group in groups if group["params"]]

@@ -1,7 +1,7 @@
-"""LAMB (You et al. 2020, arXiv:1904.00962, algorithm 2): Adam's step, scaled layer by layer to the layer's own norm.
+"""LAMB (You et al. 2020, arXiv:1904.00962, algorithm 2): Adam with each layer's step scaled to the norm of the layer.
 
-u = mhat / (sqrt(vhat) + eps) + wd w;  w -= lr |w| / |u| u. Both moments are debiased inside the ratio: outside, the first step
-would be ten times too large. |w| is not clamped, gradients are not clipped, and a layer with a zero norm has a ratio of 1.
+u = mhat / (sqrt(vhat) + eps) + wd w;  w -= lr |w| / |u| u. Both moments are debiased inside the ratio: outside it, the first
+step would be ten times too large. |w| is not clamped, gradients are not clipped, and a layer with a zero norm has a ratio of 1.
 """
 
 import math
@@ -15,7 +15,7 @@ from paceline.optim.flat import Flat, Pack
 
 
 class Lamb(Flat):
-    """Adam with a ratio a layer. A group with `adapt=False` has a ratio of 1: plain AdamW. Weight decay does not switch it."""
+    """Adam with one ratio per layer. A group with `adapt=False` has ratio 1 (plain AdamW), whatever its weight decay."""
 
     elements = ("exp_avg", "exp_avg_sq")
     values = ("step",)
@@ -29,7 +29,7 @@ class Lamb(Flat):
         weight_decay: float = 0.0,
         adapt: bool = True,
     ) -> None:
-        """Defaults are the paper's."""
+        """The defaults are the paper's."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt})
 
     def update(self, pack: Pack, group: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ class Lamb(Flat):
             pack.shift(group["eps"] * root)
         torch.div(mean, flat, out=flat)
         if not group["eps"]:
-            flat.masked_fill_(square == 0, 0.0)  # no gradient yet, no step
+            flat.masked_fill_(square == 0, 0.0)  # without a gradient so far, no step
         pack.scale(root / _seen(first, step))
         pack.add_weights(group["weight_decay"])
         if group["adapt"]:
@@ -58,5 +58,5 @@ class Lamb(Flat):
 
 
 def _seen(beta: float, step: Tensor) -> Tensor:
-    """1 - beta^step. Plainly written it has three digits in float32 for beta .999 and a first step."""
+    """1 - beta^step. Computed directly in float32, the first step with beta 0.999 would be accurate to only three digits."""
     return -torch.expm1(step * (math.log(beta) if beta else -math.inf))

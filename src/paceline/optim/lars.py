@@ -1,7 +1,7 @@
 """LARS: layer-wise adaptive rate scaling (You, Gitman and Ginsburg 2017, arXiv:1708.03888, algorithm 1).
 
 r = eta |w| / (|g| + wd |w| + eps);  b = mu b + r (g + wd w);  w -= lr b. A layer with a zero norm has r = 1. The learning rate
-stays out of the buffer, so that a schedule acts on past gradients too, as in torch's SGD.
+is not part of the buffer, so a schedule also acts on past gradients, as in torch's SGD.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from paceline.optim.flat import Flat, Pack
 
 
 class Lars(Flat):
-    """SGD with momentum whose step is scaled, layer by layer, to the layer's own norm.
+    """SGD with momentum, with each layer's step scaled to the norm of the layer.
 
-    A group with `adapt=False` (norms and biases, as a rule) has r = 1: plain SGD. Weight decay does not switch it.
+    A group with `adapt=False` (usually norms and biases) has r = 1 (plain SGD), whatever its weight decay.
     """
 
     elements = ("momentum_buffer",)

@@ -1,8 +1,8 @@
-"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum, made orthogonal, for the matrices of a network.
+"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): orthogonalized momentum for the matrices of a network.
 
-Every matrix's step has singular values near 1, so that no direction is left behind. Five Newton-Schulz steps do it by products
-of matrices alone, in bf16 on a GPU. torch's own Muon takes parameters of two dimensions only; here convolutions are matrices
-too, of shape (out, in kh kw), as in the CIFAR-10 speed record. The rest of a network is trained by something else: `Paired`.
+The step of each matrix has singular values near 1, so every direction moves. Five Newton-Schulz steps compute it with matrix
+products alone, in bf16 on a GPU. torch's own Muon supports only parameters with two dimensions; here convolutions are matrices
+too, of shape (out, in kh kw), as in the CIFAR-10 speed record. Another optimizer trains the rest of a network: see `Paired`.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from paceline.optim.flat import Flat, Pack
 
-_A, _B, _C = 3.4445, -4.7750, 2.0315  # the original's: steep at 0, and between .7 and 1.2 near 1
+_A, _B, _C = 3.4445, -4.7750, 2.0315  # from the original: steep at 0, and between 0.7 and 1.2 near 1
 
 
 class Muon(Flat):
-    """w -= lr (sqrt(max(1, rows / columns)) orthogonal(momentum) + wd w), for parameters of two dimensions and more.
+    """w -= lr (sqrt(max(1, rows / columns)) orthogonal(momentum) + wd w), for parameters with two or more dimensions.
 
-    With `fixed_norm` every matrix has the norm sqrt(rows) after each step: the learning rate alone says how far it turns.
+    With `fixed_norm` every matrix has norm sqrt(rows) after each step: then only the learning rate decides how far it turns.
     """
 
     elements = ("momentum_buffer",)
@@ -41,14 +41,14 @@ class Muon(Flat):
         super().__init__(params, {**defaults, "steps": steps, "fixed_norm": fixed_norm})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Matrices only."""
+        """Refuses parameters that are not matrices."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.ndim < 2:
-                raise ValueError(f"Muon trains parameters of two dimensions and more, not of shape {tuple(parameter.shape)}")
+                raise ValueError(f"Muon trains parameters with two or more dimensions, not with shape {tuple(parameter.shape)}")
 
     def update(self, pack: Pack, group: Mapping[str, Any]) -> None:
-        """Matrices of equal shape lie side by side in the buffer, so each shape is one batch of products."""
+        """Matrices of equal shape are adjacent in the buffer, so each shape takes one batched product."""
         flat, buffer, momentum = pack.flat, pack.buffers["momentum_buffer"], group["momentum"]
         buffer.mul_(momentum).add_(flat)
         if group["nesterov"]:
@@ -71,7 +71,7 @@ class Muon(Flat):
 
 
 def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
-    """U V^T, nearly, for each U S V^T of a batch: singular values end between about .7 and 1.2. In bf16 on a GPU."""
+    """Approximately U V^T for each U S V^T of a batch: singular values are between about 0.7 and 1.2. In bf16 on a GPU."""
     x: Tensor = matrices / (torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True) + 1e-7)
     if x.is_cuda and x.dtype == torch.float32:
         x = x.bfloat16()
@@ -85,10 +85,10 @@ def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Paired(Optimizer):
-    """Two optimizers over different parameters as one: their groups one after the other, one state."""
+    """Two optimizers over different parameters, used as one: the groups of the first, then of the second, in one state."""
 
     def __init__(self, first: Optimizer, second: Optimizer) -> None:
-        """They belong to the pair from here on."""
+        """Do not use `first` and `second` on their own afterwards."""
         self.inner: tuple[Optimizer, Optimizer] = (first, second)
         self._complete = False
         super().__init__([*first.param_groups, *second.param_groups], {})
@@ -97,7 +97,7 @@ class Paired(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of each."""
+        """One step of both."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -107,13 +107,13 @@ class Paired(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while it is put together: who should train a later group would be a guess."""
+        """Refuses groups after construction: it cannot know which optimizer should train them."""
         if self._complete:
-            raise TypeError("a pair takes no more parameters: add the group to one of its optimizers before pairing them")
+            raise TypeError("a pair accepts no more parameters: add the group to one of its optimizers before pairing them")
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """To each its own groups and their state."""
+        """Give each optimizer its own groups and their state."""
         begin = 0
         if len(state_dict["param_groups"]) != len(self.param_groups):
             raise ValueError("loaded state dict has a different number of parameter groups")
@@ -126,7 +126,7 @@ class Paired(Optimizer):
         self._tie()
 
     def __getstate__(self) -> dict[str, Any]:
-        """With both optimizers, for copies and pickles."""
+        """Include both optimizers, for copies and pickles."""
         return {**super().__getstate__(), "inner": self.inner, "_complete": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ class Paired(Optimizer):
         self._tie()
 
     def _tie(self) -> None:
-        """One dictionary of state for all three, and the same groups."""
+        """Let the pair and both optimizers share one dictionary of state and the same groups."""
         states = [dict(inner.state) for inner in self.inner]
         self.state.clear()
         for inner, state in zip(self.inner, states, strict=True):
@@ -145,7 +145,7 @@ class Paired(Optimizer):
 
 
 def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """What Muon trains: every matrix but embeddings and the last linear layer's, whose rows are classes; and the rest."""
+    """Split parameters: for Muon every matrix but embeddings and the last linear layer (its rows are classes); and the rest."""
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     apart = [module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     left_out = {id(weight) for weight in apart} | {id(module.weight) for module in linear[-1:]}
@@ -156,9 +156,10 @@ def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
 
 
 def describe_split(model: nn.Module, rest: str) -> str:
-    """Who trains what, in a line: which linear layer is the last cannot always be seen."""
+    """Which optimizer trains which parameters, in one line: it is not always obvious which linear layer is the last."""
     matrices, others = split_matrices(model)
     chosen = {id(parameter) for parameter in others if parameter.ndim >= 2}
     named = [name for name, parameter in model.named_parameters() if id(parameter) in chosen]
     besides = f", {', '.join(named[:3])}{' and more' if len(named) > 3 else ''}" if named else ""
-    return f"muon trains {len(matrices)} matrices; {rest} trains {'norms, biases' if others else 'nothing'}{besides}"
+    count = f"{len(matrices)} matri{'x' if len(matrices) == 1 else 'ces'}"
+    return f"muon trains {count}; {rest} trains {'norms, biases' if others else 'nothing'}{besides}"

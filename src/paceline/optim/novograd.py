@@ -1,7 +1,7 @@
-"""NovoGrad (Ginsburg et al. 2019, arXiv:1905.11286, algorithm 1): gradients normalised layer by layer, then momentum.
+"""NovoGrad (Ginsburg et al. 2019, arXiv:1905.11286, algorithm 1): gradients normalized layer by layer, then momentum.
 
-v = b2 v + (1 - b2) |g|^2, from v = |g|^2, one value a layer;  d = g / (sqrt(v) + eps) + wd w;  m = b1 m + c d with c = 1, or
-1 - b1 with `grad_averaging`;  w -= lr m.
+v = b2 v + (1 - b2) |g|^2, starting at v = |g|^2, one value per layer;  d = g / (sqrt(v) + eps) + wd w;  m = b1 m + c d with c =
+1, or 1 - b1 with `grad_averaging`;  w -= lr m.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from paceline.optim.flat import Flat, Pack
 
 
 class NovoGrad(Flat):
-    """Momentum of normalised gradients, with half of Adam's memory. With b2 = 0 each is divided by its own norm.
+    """Momentum of normalized gradients, with half of Adam's memory. With b2 = 0 each gradient is divided by its own norm.
 
-    v of 0 means that no gradient has been seen: the first one that is not zero counts fully, and once.
+    v = 0 means that there was no gradient so far: the first nonzero one sets v to its squared norm.
     """
 
     elements = ("exp_avg",)
@@ -31,7 +31,7 @@ class NovoGrad(Flat):
         weight_decay: float = 0.0,
         grad_averaging: bool = False,
     ) -> None:
-        """Defaults are the paper's."""
+        """The defaults are the paper's."""
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "grad_averaging": grad_averaging})
 

@@ -1,4 +1,4 @@
-"""Two loaders, one behaviour: a batch is what the plan says, however it gets there and whoever makes it."""
+"""Both loaders yield the requested batches, whichever way and process makes them."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ from paceline.data.augment import Images
 from paceline.data.loaders import Arrays, Resident, Streaming, make_loader, tensors_in
 
 CPU = torch.device("cpu")
-PLAN = [np.array([5, 0, 7]), np.array([3]), np.array([1, 2, 4, 6]), np.array([8, 9])]
+INDICES = [np.array([5, 0, 7]), np.array([3]), np.array([1, 2, 4, 6]), np.array([8, 9])]
 
 
 def arrays(count: int = 10) -> Arrays:
@@ -27,7 +27,7 @@ def arrays(count: int = 10) -> Arrays:
 
 
 class Noisy(Dataset):
-    """A user's Dataset whose augmentation draws from all three generators there are."""
+    """A user's Dataset whose augmentation draws from all three generators."""
 
     def __len__(self) -> int:
         return 10
@@ -53,12 +53,12 @@ class Bare(Dataset):
         return torch.full((2,), float(index))
 
 
-def noise_of(workers: int, plan: list[np.ndarray], epochs: tuple[int | None, ...] = (0,), seed: int = 0) -> dict:
+def noise_of(workers: int, indices: list[np.ndarray], epochs: tuple[int | None, ...] = (0,), seed: int = 0) -> dict:
     """(epoch, sample) -> its noise."""
     loader = Streaming(Noisy(), None, CPU, workers, seed)
     found = {}
     for epoch in epochs:
-        for batch, samples in zip(loader.batches(plan, epoch), plan, strict=True):
+        for batch, samples in zip(loader.batches(indices, epoch), indices, strict=True):
             noise, index, _ = batch
             assert index.tolist() == samples.tolist()
             found |= {(epoch, sample): tuple(row) for sample, row in zip(index.tolist(), noise.tolist(), strict=True)}
@@ -69,41 +69,41 @@ def test_resident_and_streaming_give_equal_batches():
     prepare = Images(mean=0.2, deviation=0.5, crop=1, flip=True, erase=0.5, seed=3)
     data = arrays()
     for epoch in (0, 1, None):
-        resident = list(Resident(data, prepare, CPU).batches(PLAN, epoch))
-        streaming = list(Streaming(data, prepare, CPU, 0, 3).batches(PLAN, epoch))
-        assert len(resident) == len(streaming) == len(PLAN)
-        for ours, theirs, samples in zip(resident, streaming, PLAN, strict=True):
+        resident = list(Resident(data, prepare, CPU).batches(INDICES, epoch))
+        streaming = list(Streaming(data, prepare, CPU, 0, 3).batches(INDICES, epoch))
+        assert len(resident) == len(streaming) == len(INDICES)
+        for ours, theirs, samples in zip(resident, streaming, INDICES, strict=True):
             assert torch.equal(ours[0], theirs[0])
             assert ours[1].tolist() == theirs[1].tolist() == samples.tolist()
 
 
-def test_resident_gives_what_the_plan_says():
+def test_resident_yields_the_requested_samples():
     data = arrays()
-    for batch, samples in zip(Resident(data, None, CPU).batches(PLAN, 0), PLAN, strict=True):
+    for batch, samples in zip(Resident(data, None, CPU).batches(INDICES, 0), INDICES, strict=True):
         assert isinstance(batch, tuple)
         assert torch.equal(batch[0], data.tensors[0][torch.from_numpy(samples)])
 
 
 @pytest.mark.parametrize("kind", ["resident", "streaming"])
-def test_an_empty_plan_gives_no_batch(kind):
+def test_no_indices_give_no_batch(kind):
     assert list(make_loader(arrays(), kind, None, CPU, 0, 0).batches([], 0)) == []
 
 
 def test_a_samples_noise_follows_the_sample():
     """The same for any number of loader workers and any batching; other noise in another epoch, seed and in validation."""
-    reference = noise_of(0, PLAN, epochs=(0, 1, None))
+    reference = noise_of(0, INDICES, epochs=(0, 1, None))
     assert len(set(reference.values())) == 30
     for column in range(3):
         assert len({noise[column] for noise in reference.values()}) == 30, "one of torch, numpy and random is not keyed"
     ones = [np.array([sample]) for sample in reversed(range(10))]
     assert noise_of(0, ones, epochs=(1, None, 0)) == reference
-    assert noise_of(2, PLAN, epochs=(0, 1, None)) == reference
-    assert not set(noise_of(0, PLAN, seed=1).values()) & set(reference.values())
+    assert noise_of(2, INDICES, epochs=(0, 1, None)) == reference
+    assert not set(noise_of(0, INDICES, seed=1).values()) & set(reference.values())
 
 
 def test_workers_live_on_and_are_gone_with_the_loader():
     loader = Streaming(Noisy(), None, CPU, 2, 0)
-    makers = [{int(pid) for batch in loader.batches(PLAN, epoch) for pid in batch[2]} for epoch in range(2)]
+    makers = [{int(pid) for batch in loader.batches(INDICES, epoch) for pid in batch[2]} for epoch in range(2)]
     assert makers[0] == makers[1]
     assert len(makers[0]) == 2
     assert os.getpid() not in makers[0]
@@ -121,7 +121,7 @@ def test_processes_start_when_they_are_told_to_and_serve_all_epochs():
     started = children(os.getpid()).keys()
     assert len(started) == 2
     for epoch in range(2):
-        assert {int(pid) for batch in loader.batches(PLAN, epoch) for pid in batch[2]} == started
+        assert {int(pid) for batch in loader.batches(INDICES, epoch) for pid in batch[2]} == started
     loader.close()
     assert not children(os.getpid())
     loader.close()
@@ -152,7 +152,7 @@ def test_a_process_that_hangs_is_killed(monkeypatch):
     monkeypatch.setattr(loaders, "_CLOSE_S", 0.2)
     loader = Streaming(Stuck(), None, CPU, 2, 0)
     loader.start()
-    loader._plan.plan = PLAN
+    loader._sampler.indices = INDICES
     iter(loader._loader)
     os.read(STUCK[0], 1)
     loader.close()
@@ -164,10 +164,10 @@ def test_processes_serve_a_worker_that_was_asked_to_stop(number):
     """A terminal and Slurm signal all processes of a run, and the step that is to be finished needs its samples."""
     loader = Streaming(Noisy(), None, CPU, 1, 0)
     loader.start()
-    assert len(list(loader.batches(PLAN, 0))) == len(PLAN)  # it has begun
+    assert len(list(loader.batches(INDICES, 0))) == len(INDICES)  # it has begun
     for pid in children(os.getpid()):
         os.kill(pid, number)
-    assert len(list(loader.batches(PLAN, 1))) == len(PLAN)
+    assert len(list(loader.batches(INDICES, 1))) == len(INDICES)
     loader.close()
 
 
@@ -183,16 +183,16 @@ class Exits(Dataset):
 def test_a_dataset_that_calls_sys_exit_is_named(workers):
     loader = Streaming(Exits(), None, CPU, workers, 0)
     with pytest.raises(RuntimeError, match=r"sys.exit\(0\) was called in __getitem__, line \d+ of test_loaders.py"):
-        list(loader.batches(PLAN, 0))
+        list(loader.batches(INDICES, 0))
     loader.close()
 
 
 def test_an_epoch_that_was_not_finished_does_not_disturb_the_next():
     loader = Streaming(Noisy(), None, CPU, 0, 0)
-    batches = loader.batches(PLAN, 0)
+    batches = loader.batches(INDICES, 0)
     next(batches)
     batches.close()
-    assert [batch[1].tolist() for batch in loader.batches(PLAN[::-1], 1)] == [samples.tolist() for samples in PLAN[::-1]]
+    assert [batch[1].tolist() for batch in loader.batches(INDICES[::-1], 1)] == [samples.tolist() for samples in INDICES[::-1]]
 
 
 class Where(Dataset):
@@ -241,8 +241,8 @@ def test_prepare_gets_batch_samples_and_epoch():
         return ("prepared",)
 
     for loader in (Resident(arrays(), prepare, CPU), Streaming(arrays(), prepare, CPU, 0, 0)):
-        assert list(loader.batches(PLAN, 7)) == [("prepared",)] * 4
-    expected = [(samples.tolist(), samples.tolist(), 7) for samples in PLAN]
+        assert list(loader.batches(INDICES, 7)) == [("prepared",)] * 4
+    expected = [(samples.tolist(), samples.tolist(), 7) for samples in INDICES]
     assert seen == expected * 2
 
 
@@ -251,10 +251,10 @@ def test_a_batch_is_made_of_its_inputs_alone(kind):
     """What a captured step relies on: inputs put in the place of others give the batch of those others, in any epoch."""
     prepare = Images(mean=0.2, deviation=0.5, crop=1, flip=True, erase=0.5, seed=3)
     loader = Resident(arrays(), prepare, CPU) if kind is Resident else Streaming(arrays(), prepare, CPU, 0, 3)
-    plan = [np.array([5, 0, 7]), np.array([1, 2, 4])]
-    held = [tensor.clone() for tensor in tensors_in(next(loader.inputs(plan[:1], 0)))]
+    indices = [np.array([5, 0, 7]), np.array([1, 2, 4])]
+    held = [tensor.clone() for tensor in tensors_in(next(loader.inputs(indices[:1], 0)))]
     for epoch in (1, 2):
-        for inputs, batch in zip(loader.inputs(plan, epoch), loader.batches(plan, epoch), strict=True):
+        for inputs, batch in zip(loader.inputs(indices, epoch), loader.batches(indices, epoch), strict=True):
             for into, tensor in zip(held, tensors_in(inputs), strict=True):
                 into.copy_(tensor)
             given = tuple(held) if kind is Resident else (tuple(held[:2]), *held[2:])
@@ -266,7 +266,7 @@ def test_a_prepare_of_the_users_own_is_done_before():
         return batch[0].float() + epoch, batch[1]
 
     for loader in (Resident(arrays(), prepare, CPU), Streaming(arrays(), prepare, CPU, 0, 0)):
-        for inputs, batch in zip(loader.inputs(PLAN, 3), loader.batches(PLAN, 3), strict=True):
+        for inputs, batch in zip(loader.inputs(INDICES, 3), loader.batches(INDICES, 3), strict=True):
             assert loader.make(inputs) is inputs
             assert torch.equal(inputs[0], batch[0])
 
@@ -293,5 +293,5 @@ def test_arrays():
     first = data.first(4)
     assert (len(first), first.about) == (4, "noise")
     assert len(data.first(100)) == 10
-    with pytest.raises(ValueError, match=r"must have one length, not \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"must have the same length, not \[2, 3\]"):
         Arrays((torch.zeros(2), torch.zeros(3)))

@@ -58,7 +58,7 @@ def test_smallest_image(name, least):
         odd_net = models.build(name, in_channels=1, image_size=odd, classes=4).eval()
         assert odd_net(torch.randn(3, 1, odd, odd)).shape == (3, 4)
     if least > 1:
-        expected = f"^model {name}: images are {least - 1}x{least - 1}, must be {least}x{least} or larger$"
+        expected = f"^model {name}: images are {least - 1}x{least - 1}: they must be {least}x{least} or larger$"
         with pytest.raises(UsageError, match=expected):
             models.build(name, in_channels=1, image_size=least - 1, classes=4)
 

@@ -53,22 +53,22 @@ def test_values_reach_the_model(text):
         ("resnet:in_channels=3", "unknown key of model resnet 'in_channels': known: depth, norm, part_size, skip, width"),
         (
             "resnet:skip",
-            "model resnet:skip: found 'skip' where key=value belongs; keys of resnet: depth, width, skip, norm, part_size",
+            "model resnet:skip: found 'skip' instead of key=value; keys of resnet: depth, width, skip, norm, part_size",
         ),
-        ("cnn:", "model cnn:: found '' where key=value belongs; keys of cnn: width, norm, part_size, dropout"),
-        ("cnn:width=8,", "model cnn:width=8,: found '' where key=value belongs; keys of cnn: width, norm, part_size, dropout"),
-        ("linear:width=8", "model linear has no keys, found 'width=8'"),
+        ("cnn:", "model cnn:: found '' instead of key=value; keys of cnn: width, norm, part_size, dropout"),
+        ("cnn:width=8,", "model cnn:width=8,: found '' instead of key=value; keys of cnn: width, norm, part_size, dropout"),
+        ("linear:width=8", "model linear has no keys, but 'width=8' was given: use linear"),
         ("cnn:width=8,width=9", "model cnn:width=8,width=9: width is given twice"),
-        ("cnn:width=wide", "model cnn: width is 'wide', must be a whole number, 1 or more"),
-        ("cnn:width=8.5", "model cnn: width is '8.5', must be a whole number, 1 or more"),
-        ("cnn:width=0", "model cnn: width is '0', must be a whole number, 1 or more"),
-        ("cnn:width=", "model cnn: width is '', must be a whole number, 1 or more"),
-        ("cnn:dropout=1", "model cnn: dropout is '1', must be a number from 0 to below 1"),
-        ("cnn:dropout=nan", "model cnn: dropout is 'nan', must be a number from 0 to below 1"),
-        ("cnn:norm=bach", "model cnn: norm is 'bach', must be one of batch, part, sync, group, none"),
-        ("resnet:skip=maybe", "model resnet: skip is 'maybe', must be true or false (or yes, no, 1, 0)"),
-        ("resnet:depth=18", "model resnet: depth is '18', must be 6n + 2: 8, 14, 20, 26, 32 ..."),
-        ("wide_resnet:depth=4", "model wide_resnet: depth is '4', must be 6n + 4: 10, 16, 22, 28, 34, 40 ..."),
+        ("cnn:width=wide", "model cnn: width is 'wide': it must be a whole number, 1 or more"),
+        ("cnn:width=8.5", "model cnn: width is '8.5': it must be a whole number, 1 or more"),
+        ("cnn:width=0", "model cnn: width is '0': it must be a whole number, 1 or more"),
+        ("cnn:width=", "model cnn: width is '': it must be a whole number, 1 or more"),
+        ("cnn:dropout=1", "model cnn: dropout is '1': it must be a number from 0 to below 1"),
+        ("cnn:dropout=nan", "model cnn: dropout is 'nan': it must be a number from 0 to below 1"),
+        ("cnn:norm=bach", "model cnn: norm is 'bach': it must be one of batch, part, sync, group, none"),
+        ("resnet:skip=maybe", "model resnet: skip is 'maybe': it must be true or false (or yes, no, 1, 0)"),
+        ("resnet:depth=18", "model resnet: depth is '18': it must be 6n + 2: 8, 14, 20, 26, 32 ..."),
+        ("wide_resnet:depth=4", "model wide_resnet: depth is '4': it must be 6n + 4: 10, 16, 22, 28, 34, 40 ..."),
     ],
 )
 def test_specs_that_are_wrong(spec, message):
@@ -81,7 +81,7 @@ def test_specs_that_are_wrong(spec, message):
 
 @pytest.mark.parametrize("given", [{"in_channels": 0}, {"image_size": 0}, {"classes": -1}])
 def test_what_the_data_gives_is_checked(given):
-    with pytest.raises(UsageError, match=f"{next(iter(given))} is .*, must be 1 or more"):
+    with pytest.raises(UsageError, match=f"{next(iter(given))} is .*: it must be 1 or more"):
         models.build("linear", **{"in_channels": 1, "image_size": 28, "classes": 10, **given})
 
 

@@ -85,7 +85,7 @@ def test_fixed_norm():
 
 
 def test_vectors_are_refused():
-    with pytest.raises(ValueError, match=r"two dimensions and more, not of shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"two or more dimensions, not with shape \(3,\)"):
         Muon([nn.Parameter(torch.ones(3))])
 
 
@@ -206,7 +206,7 @@ def test_a_pair_evaluates_a_closure_once():
 
 def test_who_trains_what_is_said_in_a_line():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
-    assert describe_split(model, "sgd") == "muon trains 1 matrices; sgd trains norms, biases, 3.weight"
+    assert describe_split(model, "sgd") == "muon trains 1 matrix; sgd trains norms, biases, 3.weight"
 
 
 def test_a_single_row_is_no_matrix():
