@@ -1,4 +1,4 @@
-"""The engines start from a clean slate: nothing about a world is set by hand."""
+"""Fixtures for engines: no rank or address variable is set beforehand."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # so that every engine trains the same m
 
 @pytest.fixture(autouse=True)
 def clean_slate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable helps the workers to find each other; all use one thread."""
+    """Workers find each other without the help of variables; all use one thread."""
     for name in (*_SET_BY_HAND, *(name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMIX_")))):
         monkeypatch.delenv(name, raising=False)
     for name, value in _ONE_THREAD.items():
@@ -26,7 +26,7 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The hash of what `paceline train --workers 2` trains: the same command under any engine must train it too."""
+    """The hash of the model that `paceline train --workers 2` trains: every engine must train the same model."""
     folder = tmp_path_factory.mktemp("model")
     done = _run_in(folder, [*PACELINE, *TRAIN, "--workers", "2"], {})
     return check_run(Path(folder, "runs"), done.stdout, launcher="started here")
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def calm_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The hash of what the task of harness/faults.py trains on one worker that nothing happens to."""
+    """The hash of the model that the task of harness/faults.py trains on one worker without faults."""
     folder = tmp_path_factory.mktemp("calm")
     with chdir(folder):
         env = variables()
@@ -44,7 +44,7 @@ def calm_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def uninterrupted(runs: Path, calm_model: str) -> Iterator[str]:
-    """That hash, for a test of survival; at its end no process of its runs is left, orphans included."""
+    """That hash; after the test, no process of its runs may be left, orphans included."""
     yield calm_model
     wait_for(lambda: not left_behind(), 10, lambda: f"processes left behind: {left_behind()}")
 

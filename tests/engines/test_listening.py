@@ -18,7 +18,7 @@ _MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
 
 
 def _watch(command: Sequence[str], runs: Path, until: str, env: Mapping[str, str] | None = None) -> None:
-    """Run this until a file of the record has content; what its Python processes listen at meanwhile is on the loopback."""
+    """Run this until a file of the record has content. Meanwhile its Python processes must listen only on the loopback."""
     seen: set[str] = set()
     output = runs.parent / "output"
     with output.open("w") as file:
@@ -47,7 +47,7 @@ def test_scale(runs: Path) -> None:
 
 
 @pytest.mark.mpirun
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason=f"Open MPI's mpirun is not here: {INSTALL}")
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason=f"Open MPI's mpirun is not installed: {INSTALL}")
 @pytest.mark.parametrize("port", [False, True], ids=["any port", "MASTER_PORT"])
 def test_workers_of_mpirun(port: bool, runs: Path) -> None:
     env = {"MASTER_ADDR": "0.0.0.0", "MASTER_PORT": str(free_ports(1)[0])} if port else {}

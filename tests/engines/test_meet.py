@@ -1,4 +1,4 @@
-"""Workers of srun and mpirun find each other among strangers: paceline.dist.meet with real sockets, one thread a worker."""
+"""Workers of srun and mpirun find each other next to other programs: dist/meet.py with real sockets, one thread per worker."""
 
 import socket
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def row(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def stranger(row: list[int]) -> Iterator[socket.socket]:
-    """Another program on the first port: the system accepts connections for it, and it never says a word."""
+    """Another program on the first port: the system accepts connections for it, and it never answers."""
     with socket.create_server(("127.0.0.1", row[0])) as server:
         yield server
 
@@ -55,7 +55,7 @@ def test_workers_meet_behind_a_stranger_and_another_run(row: list[int], stranger
 
 
 def test_a_complete_world_is_not_found_again(row: list[int]) -> None:
-    """Two runs one after the other in one srun step have one key: the second must not join the first, its rank 0 still busy."""
+    """Two runs in turn in one srun step have the same key: the second must not join the first, whose rank 0 is still busy."""
     with ThreadPoolExecutor() as pool:
         first = [pool.submit(meet.meet, _place(rank, "step"), _SOON) for rank in (0, 1)]
         stores = [each.result(timeout=60) for each in first]
@@ -66,8 +66,8 @@ def test_a_complete_world_is_not_found_again(row: list[int]) -> None:
     assert [store.get("run") for store in stores] == [b"first", b"first", b"second", b"second"]
 
 
-def test_workers_started_again_do_not_read_what_the_dead_wrote() -> None:
-    """torchrun keeps its store. The second worker is up before rank 0, and at first finds only the last attempt's name."""
+def test_restarted_workers_do_not_read_the_notes_of_dead_ones() -> None:
+    """torchrun keeps its store. The second worker starts before rank 0 and at first finds only the name of the last attempt."""
     store = PrefixStore("torchrun", HashStore())
     with ThreadPoolExecutor() as pool:
         first = [pool.submit(meet.meet_in_launcher_store, store, _place(rank, ""), _SOON) for rank in (0, 1)]
@@ -82,7 +82,7 @@ def test_workers_started_again_do_not_read_what_the_dead_wrote() -> None:
         assert guest.result(timeout=60).get("address") == b"alive"
 
 
-def test_a_row_full_of_strangers_is_one_line(row: list[int], stranger: socket.socket) -> None:
+def test_ports_that_are_all_taken_are_one_line(row: list[int], stranger: socket.socket) -> None:
     servers = [socket.create_server(("127.0.0.1", port)) for port in row[1:]]
     try:
         with pytest.raises(PacelineError, match="are taken: set MASTER_PORT"):
@@ -100,7 +100,7 @@ def test_a_taken_master_port_is_one_line(stranger: socket.socket, monkeypatch: p
         meet.meet(_place(0, "ours"), _SOON)
 
 
-def test_a_missing_guest_is_one_line(row: list[int]) -> None:
+def test_a_missing_worker_is_one_line(row: list[int]) -> None:
     with pytest.raises(PacelineError, match=r"rank 0 waited 1 s on 127\.0\.0\.1: only 1 of 2 workers connected"):
         meet.meet(_place(0, "ours"), timedelta(seconds=1))
 

@@ -1,4 +1,4 @@
-"""Open MPI's mpirun: its tasks meet with no address or port passed on, and a lost one ends the job."""
+"""Open MPI's mpirun: its tasks meet without a given address or port, and a lost one ends the job."""
 
 import os
 import shutil
@@ -25,12 +25,12 @@ from harness.processes import alive, children, run
 
 pytestmark = [
     pytest.mark.mpirun,
-    pytest.mark.skipif(shutil.which("mpirun") is None, reason=f"Open MPI's mpirun is not here: {INSTALL}"),
+    pytest.mark.skipif(shutil.which("mpirun") is None, reason=f"Open MPI's mpirun is not installed: {INSTALL}"),
 ]
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
 _GRACE = ("--mca", "odls_base_sigkill_timeout", "3")
-"""On SIGTERM mpirun waits so many seconds, passes it on, and sends SIGKILL as many seconds later (1 unless told)."""
+"""On SIGTERM mpirun waits this many seconds, passes it on, and sends SIGKILL after the same time again (default 1)."""
 
 
 def test_mpirun_starts_one_world(runs: Path, model: str) -> None:
@@ -69,7 +69,7 @@ def test_a_stopped_mpirun_is_resumed(runs: Path, uninterrupted: str) -> None:
     train = ["train", TASK, *FLAGS, "--name", "x", "--checkpoint-every", "1000"]  # so that only the stop writes one
     done = run([*MPIRUN, *_GRACE, *PACELINE, *train], env=env, timeout_s=60)
     assert done.returncode == 1, "mpirun's own code when it gets a signal"
-    assert done.stderr.count("stopped by SIGTERM after step") == 1, done.stderr  # rank 0 speaks
+    assert done.stderr.count("stopped by SIGTERM after step") == 1, done.stderr  # only rank 0 prints
     done = run([*MPIRUN[:-1], "3", *PACELINE, *train, "--resume"], env=variables(), timeout_s=60)
     assert done.returncode == 0, done.stderr
     check_survived(runs / "x", uninterrupted, [3])

@@ -1,4 +1,4 @@
-"""Two nodes with a network between them: workers choose the interface that leads to the others without being told."""
+"""Two nodes with a network between them: workers choose the interface that leads to the others by themselves."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +22,8 @@ def test_launchers_on_two_nodes_are_one_world(runs: Path, model: str) -> None:
     check_run(runs, output, launcher="started here", nodes=2, model=model)
 
 
-def test_a_first_node_that_knows_itself_as_loopback(runs: Path, model: str) -> None:
-    """Debian's installer writes `127.0.1.1 HOSTNAME` into /etc/hosts: on node 0 alone its name leads to its loopback."""
+def test_a_first_node_with_its_name_on_the_loopback(runs: Path, model: str) -> None:
+    """Debian's installer writes `127.0.1.1 HOSTNAME` into /etc/hosts: only on node 0, its name resolves to the loopback."""
     with two_nodes(hosts=("127.0.1.1 head", f"{ADDRESSES[0]} head")) as nodes:
         output = _together(nodes, lambda i: [*_node(i), "--rendezvous", f"head:{_PORT}"])
     check_run(runs, output, launcher="started here", nodes=2, model=model)

@@ -1,4 +1,4 @@
-"""`paceline scale` as its users start it: here, under torchrun, and on two nodes with a slow link between them."""
+"""`paceline scale` started as users do: directly, with torchrun, and on two nodes with a slow link between them."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def _read(runs: Path) -> dict[str, Any]:
     return found
 
 
-def test_it_measures_each_count_and_says_what_to_do(runs: Path) -> None:
+def test_it_measures_each_count_and_gives_advice(runs: Path) -> None:
     done = paceline(*_SCALE, "--workers", "1,2")
     assert done.returncode == 0, done.stderr
     result = _read(runs)
@@ -61,7 +61,7 @@ def test_strong_scaling_keeps_the_step(runs: Path) -> None:
 @pytest.mark.netns
 @pytest.mark.skipif(bool(missing()), reason=f"network namespaces need {' and '.join(missing())}: {INSTALL}, run as root")
 def test_a_slow_link_shows_as_communication(runs: Path) -> None:
-    """1.2 MB of gradients through 100 Mbit/s are 100 ms; a step's compute is a few."""
+    """1.2 MB of gradients take 100 ms at 100 Mbit/s; the compute of a step takes a few."""
     with two_nodes(rate="100mbit") as nodes:
         flags = ["--nodes", "2", "--workers", "1", "--rendezvous", f"{nodes[0].address}:{_PORT}"]
         commands = [node.command(*PACELINE, *_SCALE, *flags, "--node-id", str(i)) for i, node in enumerate(nodes)]

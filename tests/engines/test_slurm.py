@@ -21,7 +21,7 @@ from harness.slurm import Slurm, cluster, missing
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.skipif(bool(missing()), reason=f"Slurm is not complete here, {', '.join(missing())} missing: {INSTALL}"),
+    pytest.mark.skipif(bool(missing()), reason=f"Slurm is not complete: {', '.join(missing())} missing: {INSTALL}"),
 ]
 
 _RAISES = """
@@ -140,8 +140,8 @@ def test_a_worker_that_raises_ends_the_job(slurm: Slurm, runs: Path) -> None:
     assert json.loads((record / "result.json").read_text())["status"] == "failed"
 
 
-def test_a_requeued_job_goes_on(slurm: Slurm, runs: Path, uninterrupted: str) -> None:
-    """Put back into the queue at step 5, a job comes to its end with the same script, here with a task more than before."""
+def test_a_requeued_job_resumes(slurm: Slurm, runs: Path, uninterrupted: str) -> None:
+    """Requeued at step 5, a job finishes with the same script, here with one task more than before."""
     train = ["train", TASK, *FLAGS, "--name", "x", "--resume", "--checkpoint-every", "1000"]  # only the stop writes one
     step = " ".join(["srun", "-n$((2 + ${SLURM_RESTART_COUNT:-0}))", *PACELINE, *train])
     Path("job.sh").write_text(f"#!/bin/bash\n{step}\n")
@@ -152,16 +152,16 @@ def test_a_requeued_job_goes_on(slurm: Slurm, runs: Path, uninterrupted: str) ->
     def said() -> str:
         return Path("job.out").read_text() if Path("job.out").exists() else slurm.logs()
 
-    wait_for(lambda: slurm.reason(job) == "BeginTime", 60, said)  # Slurm lets a requeued job wait for 120 s
-    time.sleep(2)  # within the second that ended it, the nodes would take it for the one they were told to end
+    wait_for(lambda: slurm.reason(job) == "BeginTime", 60, said)  # a requeued job waits 120 s in Slurm
+    time.sleep(2)  # within the same second, the nodes would mistake it for the job that they are ending
     slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")
     wait_for(lambda: not slurm.jobs(), 60, said)
     assert said().count("Exited with exit code 143") == 2, said()
     check_survived(runs / "x", uninterrupted, [3])
 
 
-def test_where_a_process_stands(slurm: Slurm, runs: Path) -> None:
-    """Only a step of several tasks is a world; a batch script, an allocation's shell and a step of one task are alone."""
+def test_the_place_of_a_process(slurm: Slurm, runs: Path) -> None:
+    """Only a step of several tasks is a world; a batch script, an allocation's shell and a step of one task are single."""
     script = runs.parent / "place.py"
     script.write_text(_PLACE)
     show = [sys.executable, str(script)]

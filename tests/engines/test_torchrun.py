@@ -42,9 +42,9 @@ def test_two_launchers_are_two_nodes_of_one_world(runs: Path, model: str) -> Non
     assert second.stdout == "", "only rank 0's node speaks"
 
 
-def test_torchrun_starts_a_killed_worker_again_and_is_stopped(runs: Path, uninterrupted: str) -> None:
-    """A worker killed at step 8: torchrun starts all again, and they go on. SIGTERM at step 14; finished by ours."""
-    (runs / "x").mkdir(parents=True)  # an older run of this name, which is over: not the one to go on with
+def test_torchrun_restarts_a_killed_worker_and_is_stopped(runs: Path, uninterrupted: str) -> None:
+    """A worker is killed at step 8: torchrun restarts all, and they resume. SIGTERM at step 14; our launcher finishes it."""
+    (runs / "x").mkdir(parents=True)  # an older, finished run of this name: not the one to resume
     (runs / "x" / "metrics.jsonl").touch()
     (runs / "x" / "result.json").write_text('{"status": "done", "metrics": {}, "model_sha256": "older"}')
     env = variables([fail_at(1, 8, "kill"), fail_at(0, 14, "stop launcher")])
@@ -63,7 +63,7 @@ def test_torchrun_starts_a_killed_worker_again_and_is_stopped(runs: Path, uninte
     check_survived(record, uninterrupted, [2, 3])
 
 
-def test_two_nodes_start_again_when_a_worker_on_one_is_killed(runs: Path, uninterrupted: str) -> None:
+def test_two_nodes_restart_when_a_worker_on_one_is_killed(runs: Path, uninterrupted: str) -> None:
     (port,) = free_ports(1)
     where = ["--workers", "1", "--nodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--max-restarts", "1"]
     node = [*PACELINE, "train", TASK, *FLAGS, "--name", "x", *where, "--node-id"]

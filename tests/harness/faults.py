@@ -1,9 +1,9 @@
-"""Failures on purpose: `fail_at(rank, step, kind)`, and a task that fails so and writes down which samples it saw.
+"""Deliberate failures: `fail_at(rank, step, kind)`, and a task that fails this way and logs which samples it saw.
 
     train_with([fail_at(1, 5, "kill"), fail_at(0, 9, "hang")], "--workers", "2", "--max-restarts", "2")
 
-Every fault strikes once (or, with `once=False`, whenever its step is reached), in the middle of a step. Workers find the list
-in a variable; a file a fault says that it has struck.
+Every fault happens once (with `once=False`, every time its step is reached), in the middle of a step. An environment variable
+passes the list to the workers; one file per fault says that it has happened.
 """
 
 import ctypes
@@ -29,13 +29,13 @@ from paceline.training.step import Step
 TASK = "harness.faults:task"
 SAMPLES, PARTS, EPOCHS, GLOBAL_BATCH = 97, 4, 3, 16
 FLAGS = ("--virtual-workers", str(PARTS), "--global-batch", str(GLOBAL_BATCH), "--reduce", "exact", "--epochs", str(EPOCHS))
-_steps: list[Step] = []  # the one of this worker, once it trains
+_steps: list[Step] = []  # this worker's step, once it trains
 _FAULTS, _SEEN, _SLOW = "TEST_FAULTS", "TEST_SEEN", "TEST_SLOW_S"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A failure to come."""
+    """A failure that is going to happen."""
 
     rank: int
     step: int
@@ -44,18 +44,18 @@ class Fault:
 
 
 def fail_at(rank: int, step: int, kind: str, once: bool = True) -> Fault:
-    """The worker with this rank fails in this step (from 0), in one of the ways of `KINDS`."""
+    """The worker with this rank fails in this step (counted from 0), in one of the ways in `KINDS`."""
     assert kind in KINDS, f"unknown kind {kind!r}: {', '.join(KINDS)}"
     return Fault(rank, step, kind, once)
 
 
 def train_with(faults: Sequence[Fault], *flags: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """Train the task of this file, with failures, in the current folder."""
+    """Train the task of this file, with these failures, in the current folder."""
     return paceline("train", TASK, *FLAGS, *flags, env=variables(faults), timeout_s=timeout_s)
 
 
 def variables(faults: Sequence[Fault] = (), slow_s: float = 0.0) -> dict[str, str]:
-    """What the environment of a run with these failures holds."""
+    """The environment variables of a run with these failures."""
     seen = Path("seen")
     seen.mkdir(exist_ok=True)
     return {
@@ -67,7 +67,7 @@ def variables(faults: Sequence[Fault] = (), slow_s: float = 0.0) -> dict[str, st
 
 
 def samples_by_step(folder: Path = Path("seen")) -> dict[int, list[int]]:
-    """The samples of every step, as the attempt that did it last saw them, workers in one list."""
+    """The samples of every step over all workers, from the last attempt that did this step."""
     attempts: dict[str, list[dict[str, Any]]] = {}
     for path in folder.glob("*.jsonl"):
         for line in path.read_text().splitlines():
@@ -104,7 +104,7 @@ def _hang() -> None:
 
 
 def _hang_in_c() -> None:
-    """Stuck outside Python with the interpreter's lock held: no thread of this process can say anything."""
+    """Hang outside Python with the interpreter lock held: no thread of this process can print anything."""
     ctypes.PyDLL(None).sleep(1_000_000)
 
 
@@ -113,28 +113,28 @@ def _out_of_memory() -> None:
 
 
 def _stop() -> None:
-    """What Slurm does to a job it preempts; to the launcher, where there is one."""
+    """What Slurm does to a preempted job: SIGTERM, to the launcher if there is one."""
     os.kill(os.getppid() if "PACELINE_MESSAGES" in os.environ else os.getpid(), signal.SIGTERM)
-    _wait_until_told()
+    _wait_for_stop_request()
 
 
 def _stop_launcher() -> None:
-    """SIGTERM to torchrun or mpirun, as from whoever runs them."""
+    """SIGTERM to torchrun or mpirun, as from the user."""
     os.kill(os.getppid(), signal.SIGTERM)
-    _wait_until_told()
+    _wait_for_stop_request()
 
 
 def _requeue() -> None:
-    """What Slurm does to the job it preempts: SIGTERM, SIGKILL after its KillWait, and the same job once more."""
+    """What Slurm does to a preempted job: SIGTERM, SIGKILL after its KillWait, then start the same job again."""
     subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
-    _wait_until_told()
+    _wait_for_stop_request()
 
 
-def _wait_until_told() -> None:
-    """Until a wish to stop has come to this worker: launchers take their time, and the steps left may be over before."""
+def _wait_for_stop_request() -> None:
+    """Wait until this worker is asked to stop: launchers are slow, and the remaining steps could be over before."""
     watch, end = _steps[0].mark.__self__, time.monotonic() + 60  # type: ignore[attr-defined]
     while not watch.stop:
-        assert time.monotonic() < end, "nobody asks this worker to stop"
+        assert time.monotonic() < end, "this worker was never asked to stop"
         time.sleep(0.01)
 
 
@@ -148,7 +148,7 @@ def _free_disk() -> None:
 
 
 def _slow_disk() -> None:
-    """From now on a checkpoint takes two seconds to be on disk."""
+    """From now on, writing a checkpoint to disk takes two seconds."""
     fsync = os.fsync
 
     def slow(file: Any) -> None:
@@ -160,12 +160,12 @@ def _slow_disk() -> None:
 
 
 def _kill_writer() -> None:
-    """Killed while the next checkpoint is being written."""
+    """Kill this worker while it writes the next checkpoint."""
     os.fsync = lambda _: _kill()  # type: ignore[assignment]
 
 
 def _tear() -> None:
-    """The next checkpoint loses its end, as on a disk that lies about what it has written; then the power goes."""
+    """The next checkpoint loses its end, as on a disk that reports writes too early, and the power fails."""
     replace = os.replace
 
     def torn(source: Any, target: Any) -> None:
@@ -187,7 +187,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "hang in C": _hang_in_c,
     "out of memory": _out_of_memory,
     "stop": _stop,
-    "wait": _wait_until_told,
+    "wait": _wait_for_stop_request,
     "stop launcher": _stop_launcher,
     "requeue": _requeue,
     "disk full": _fill_disk,
@@ -199,7 +199,7 @@ KINDS: dict[str, Callable[[], None]] = {
 
 
 def task() -> Task:
-    """A small real net with batch norm, dropout and augmentation, on noise."""
+    """A small real net with batch norm, dropout and augmentation, trained on noise."""
 
     def data(count: int, seed: int) -> Arrays:
         random = torch.Generator().manual_seed(seed)
@@ -218,7 +218,7 @@ def task() -> Task:
 
 
 def _watch(objective: Any) -> Any:
-    """Write down who is seen, and fail where it is time."""
+    """Log the samples that are seen, and fail at the given steps."""
     call = Step.__call__
 
     def watched_call(self: Step, step: int, *args: Any) -> Tensor:
@@ -237,7 +237,7 @@ def _watch(objective: Any) -> Any:
             os.write(seen, (json.dumps(row) + "\n").encode())
             time.sleep(slow_s)
             for number, fault in enumerate(faults):
-                if (fault.rank, fault.step) == (_steps[0].world.rank, _steps[0].now) and _strikes(number, fault):
+                if (fault.rank, fault.step) == (_steps[0].world.rank, _steps[0].now) and _happens(number, fault):
                     KINDS[fault.kind]()
         values: dict[str, Tensor] = objective(model, batch[:2])
         return values
@@ -245,11 +245,11 @@ def _watch(objective: Any) -> Any:
     return watched
 
 
-def _strikes(number: int, fault: Fault) -> bool:
+def _happens(number: int, fault: Fault) -> bool:
     if not fault.once:
         return True
     try:
-        Path(os.environ[_SEEN], f"struck-{number}").touch(exist_ok=False)
+        Path(os.environ[_SEEN], f"happened-{number}").touch(exist_ok=False)
     except FileExistsError:
         return False
     return True

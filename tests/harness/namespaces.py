@@ -1,4 +1,4 @@
-"""Two nodes on one machine: network namespaces joined by a cable (a veth pair), each with a loopback of its own."""
+"""Two nodes on one machine: network namespaces connected by a cable (a veth pair), each with its own loopback."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.processes import run
 
 ADDRESSES = ("192.168.77.1", "192.168.77.2")
-"""Above 127.0.0.1: of two workers the one with the higher address calls the other (gloo), which can hide a wrong 127.0.0.1."""
+"""Above 127.0.0.1: in gloo the worker with the higher address calls the other, which can hide a wrong 127.0.0.1."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Node:
     address: str
 
     def command(self, *command: str) -> list[str]:
-        """The command, run on this node."""
+        """The command that runs `command` on this node."""
         return ["ip", "netns", "exec", self.name, *command]
 
 
@@ -32,10 +32,10 @@ def missing() -> list[str]:
 
 @contextmanager
 def two_nodes(hosts: tuple[str, str] | None = None, rate: str = "") -> Iterator[tuple[Node, Node]]:
-    """Two joined nodes, gone at the end; `hosts` are what their /etc/hosts say, `rate` what the cable carries ("1gbit")."""
+    """Two connected nodes, removed at the end. `hosts` are their /etc/hosts, `rate` is the speed of the cable ("1gbit")."""
     nodes = tuple(Node(f"paceline-{os.getpid()}-{i}", address) for i, address in enumerate(ADDRESSES))
     cables = [f"pl{os.getpid()}-{i}" for i in range(2)]  # an interface's name has at most 15 characters
-    folders = [Path("/etc/netns", node.name) for node in nodes]  # ip netns exec lays these files over those in /etc
+    folders = [Path("/etc/netns", node.name) for node in nodes]  # ip netns exec mounts these files over those in /etc
     try:
         for folder, text in zip(folders, hosts or (), strict=False):
             folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Real processes for tests: workers in one world, and the command line."""
+"""Start real processes in tests: workers of one world, and the command line."""
 
 import faulthandler
 import multiprocessing
@@ -21,8 +21,8 @@ def run_workers(function: Callable[..., Any], n: int, *args: Any, timeout_s: flo
     """Call `function(world, *args)` in n new workers of one gloo world; returns every worker's result.
 
     They meet in a file, not at a port, and use one thread each. The first failure ends the others and is raised here with its
-    traceback; a hang fails too, with every worker's stack on stderr. They are forked from a process that has done nothing but
-    import: a worker starts in a tenth of the time.
+    traceback. A hang is a failure too, with every worker's stack on stderr. Workers are forked from a process that has only
+    imported modules, so they start in a tenth of the time.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "paceline.training.run", "pytest"])
@@ -50,7 +50,7 @@ def paceline(*args: str, env: Mapping[str, str] | None = None, timeout_s: float 
 
 
 def run(command: list[str], env: Mapping[str, str] | None = None, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, output captured."""
+    """Run a command to its end and capture its output."""
     return subprocess.run(
         command, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -118,7 +118,7 @@ def _worker(
     rank, size, store, environ, timeout_s = settings
     os.environ.clear()
     os.environ.update(environ)
-    multiprocessing.set_start_method("fork", force=True)  # or its loader would start a server that outlives it
+    multiprocessing.set_start_method("fork", force=True)  # otherwise its loader would start a fork server that outlives it
     faulthandler.dump_traceback_later(max(1, timeout_s - 5), exit=False)
     import torch
     import torch.distributed as dist

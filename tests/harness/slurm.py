@@ -1,6 +1,6 @@
-"""A Slurm cluster of two nodes on this machine: munged, slurmctld and two slurmd, all from one scratch folder, gone at the end.
+"""A Slurm cluster of two nodes on this machine: munged, slurmctld and two slurmd in one scratch folder, ended afterwards.
 
-The daemons are Slurm's own and leave their parent, so they are held by the pid files they write and ended by those pids.
+These are Slurm's real daemons, which detach from their parent, so they are tracked and ended by the pids in their pid files.
 """
 
 import os
@@ -19,7 +19,7 @@ from harness.engines import free_ports, wait_for
 from harness.processes import alive, children, run
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo", "squeue", "scancel")
-_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where Debian puts the daemons; not every user's PATH has it
+_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where Debian installs the daemons; it may not be in a user's PATH
 
 _CONF = """\
 ClusterName=test
@@ -62,7 +62,7 @@ class Slurm:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """What a command needs to reach this cluster and no other."""
+        """The variables with which a command reaches this cluster."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _PATH}
 
     def run(
@@ -72,15 +72,15 @@ class Slurm:
         return run(list(command), env={**self.env, **(env or {})}, timeout_s=timeout_s)
 
     def jobs(self) -> str:
-        """Jobs that are waiting, running or completing."""
+        """The jobs that are waiting, running or completing."""
         return self.run("squeue", "--noheader", timeout_s=20).stdout.strip()
 
     def reason(self, job: str) -> str:
-        """Why a job waits: `BeginTime` for one that was put back into the queue."""
+        """Why a job waits: `BeginTime` for one that was requeued."""
         return self.run("squeue", "--noheader", "--format=%r", f"--jobs={job}", timeout_s=20).stdout.strip()
 
     def tasks(self) -> dict[int, str]:
-        """Processes the nodes have started and that still run."""
+        """Processes that the nodes have started and that are still running."""
         pids = [_pid(self.folder / f"{node}.pid") for node in ("n1", "n2")]
         return {child: command for pid in pids if pid is not None for child, command in children(pid).items()}
 
@@ -99,7 +99,7 @@ def missing() -> list[str]:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Slurm]:
-    """Start a cluster in a folder with a short path (a socket's name has at most 107 bytes), and end it whatever happens."""
+    """Start a cluster in a folder with a short path (a socket's path has at most 107 bytes), and always end it."""
     slurm = Slurm(folder)
     for name in ("state", "n1", "n2"):
         (folder / name).mkdir()
@@ -135,7 +135,7 @@ def _idle_nodes(slurm: Slurm) -> int:
 
 
 def _shut_down(slurm: Slurm) -> None:
-    """End the jobs, then the daemons in the reverse order of their start, each by its own pid; then look again."""
+    """End the jobs, then the daemons in reverse order of their start, each by its own pid; then check that none is left."""
     pids = [_pid(slurm.folder / f"{name}.pid") for name in ("n1", "n2", "slurmctld", "munged")]
     ours = {pid: "daemon" for pid in pids if pid is not None}
     if pids[2] is not None:

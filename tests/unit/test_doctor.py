@@ -1,4 +1,4 @@
-"""`paceline doctor`: a line a check, a fix where something is wrong, and never a traceback."""
+"""`paceline doctor`: one line per check, a fix if something is wrong, and never a traceback."""
 
 import pytest
 
@@ -14,8 +14,8 @@ def only(monkeypatch: pytest.MonkeyPatch):
     return lambda *checks: monkeypatch.setattr(module, "_CHECKS", checks)
 
 
-def test_a_machine_that_works_has_a_line_a_check(capsys):
-    """The whole of it, with two real processes that add a tensor."""
+def test_a_machine_that_works_has_one_line_per_check(capsys):
+    """All checks, with two real processes that add a tensor."""
     assert doctor() == 0
     lines = capsys.readouterr().out.splitlines()
     whats = [line[6:18].strip() for line in lines[:-1]]
@@ -38,7 +38,7 @@ def test_a_machine_that_works_has_a_line_a_check(capsys):
     assert lines[-1] == "ready to train"
 
 
-def test_a_check_that_breaks_is_a_finding(only, capsys):
+def test_a_check_that_fails_is_a_finding(only, capsys):
     def _broken():
         yield Finding("ok", "half", "fine so far")
         raise OSError("the disk is gone")

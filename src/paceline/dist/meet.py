@@ -24,7 +24,7 @@ from paceline.errors import PacelineError
 
 _HERE = "paceline/here"  # how many workers have found the store
 _ATTEMPT = "paceline/attempt"  # in torchrun's store: the name that rank 0 gave the newest attempt
-_ROW = 16  # ports in the list; all below 32768, where Linux's ports for outgoing connections start
+_TRIES = 16  # ports in the list; all below 32768, where Linux's ports for outgoing connections start
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)  # taken, or reserved for root
 _ANSWER_S = 2  # how long to wait for an answer; rank 0 answers within 0.05 s
 _FIRST_PORT, _PORTS = 20000, 12000
@@ -43,8 +43,8 @@ def meet(place: Place, timeout: timedelta) -> Store:
         except OSError as error:
             advice = "choose another MASTER_PORT, or unset it" if error.errno in _PORT_ERRORS else "set MASTER_ADDR to its host"
             raise PacelineError(f"rank 0 cannot listen at {host}:{port}: {os_error_text(error)}; {advice}") from error
-    row = [_FIRST_PORT + _hash(place.run_key, i) % _PORTS for i in range(_ROW)]
-    return _host(host, row, place, timeout) if place.rank == 0 else _find(host, row, place, timeout)
+    ports = [_FIRST_PORT + _hash(place.run_key, i) % _PORTS for i in range(_TRIES)]
+    return _host(host, ports, place, timeout) if place.rank == 0 else _find(host, ports, place, timeout)
 
 
 def meet_in_launcher_store(store: Store, place: Place, timeout: timedelta) -> Store:
@@ -70,9 +70,9 @@ def meet_in_launcher_store(store: Store, place: Place, timeout: timedelta) -> St
     raise PacelineError(f"worker {place.rank} got no answer from rank 0 within {timeout.total_seconds():.0f} s")
 
 
-def _host(host: str, row: list[int], place: Place, timeout: timedelta) -> Store:
+def _host(host: str, ports: list[int], place: Place, timeout: timedelta) -> Store:
     end = time.monotonic() + timeout.total_seconds()
-    with _first_free(row, host) as server:
+    with _first_free(ports, host) as server:
         store = host_store(host, 0, place.size, timeout, wait=False)
         server.settimeout(0.05)
         while (here := store.add(_HERE, 0) + 1) < place.size:
@@ -85,8 +85,8 @@ def _host(host: str, row: list[int], place: Place, timeout: timedelta) -> Store:
     return store
 
 
-def _first_free(row: list[int], host: str) -> socket.socket:
-    for port in row:
+def _first_free(ports: list[int], host: str) -> socket.socket:
+    for port in ports:
         try:
             return listen(host, port)
         except OSError as error:
@@ -94,13 +94,13 @@ def _first_free(row: list[int], host: str) -> socket.socket:
                 raise PacelineError(
                     f"rank 0 cannot listen at {host}: {os_error_text(error)}; set MASTER_ADDR to its host"
                 ) from error
-    raise PacelineError(f"all ports in {row} on {host} are taken: set MASTER_PORT to a free one")
+    raise PacelineError(f"all ports in {ports} on {host} are taken: set MASTER_PORT to a free one")
 
 
-def _find(host: str, row: list[int], place: Place, timeout: timedelta) -> Store:
+def _find(host: str, ports: list[int], place: Place, timeout: timedelta) -> Store:
     end = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < end:
-        for port in row:
+        for port in ports:
             try:
                 with socket.create_connection((host, port), timeout=_ANSWER_S) as caller:
                     answer = caller.recv(1024)  # one short line: it arrives in one piece
@@ -114,7 +114,7 @@ def _find(host: str, row: list[int], place: Place, timeout: timedelta) -> Store:
         time.sleep(0.05)
     raise PacelineError(
         f"worker {place.rank} did not find rank 0 on {host} within {timeout.total_seconds():.0f} s: is it up, and are the ports"
-        f" {min(row)} to {max(row)} open? (MASTER_ADDR and MASTER_PORT override them)"
+        f" {min(ports)} to {max(ports)} open? (MASTER_ADDR and MASTER_PORT override them)"
     )
 
 

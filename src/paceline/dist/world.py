@@ -191,7 +191,8 @@ def choose_device(place: Place, backend: str) -> tuple[torch.device, str]:
         backend = "nccl" if gpus and dist.is_nccl_available() else "gloo"
     if backend not in backends():
         raise UsageError(
-            f"--backend {backend}: this torch ({torch.__version__}) was built without it; use one of {', '.join(backends())}"
+            f"--backend {backend}: this torch ({torch.__version__}) was built without it;"
+            f" use --backend {' or '.join(backends())}"
         )
     if backend == "nccl":
         if not gpus:

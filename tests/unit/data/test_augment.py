@@ -1,4 +1,4 @@
-"""Augmentation against a loop over single images, and law 3: what happens to a sample follows from (seed, epoch, sample)."""
+"""Augmentation compared with a loop over single images; and law 3: it depends only on (seed, epoch, sample)."""
 
 import math
 
@@ -61,7 +61,7 @@ ALL = Images(mean=0.3, deviation=0.4, crop=2, flip=True, erase=0.5, seed=9)
         ALL,
     ],
 )
-def test_each_image_is_as_a_plain_loop_makes_it(images):
+def test_each_image_equals_that_of_a_plain_loop(images):
     found = apply(images)
     assert found.dtype == torch.float32
     assert found.shape == IMAGES.shape
@@ -78,7 +78,7 @@ def test_a_sample_does_not_depend_on_its_batch_or_its_place_in_it():
     assert torch.equal(apply(ALL, which=shuffled), together[shuffled])
 
 
-def test_torchs_generator_plays_no_part():
+def test_torchs_generator_has_no_influence():
     torch.manual_seed(0)
     first = apply(ALL)
     torch.manual_seed(1)

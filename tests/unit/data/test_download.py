@@ -1,4 +1,4 @@
-"""`fetch` against a real server on this machine that misbehaves in every way a server can."""
+"""`fetch` with a real local server that misbehaves in many ways."""
 
 import errno
 import gzip
@@ -23,7 +23,7 @@ HALF = len(ARCHIVE) // 2
 
 
 class Server(ThreadingHTTPServer):
-    """Serves `body` on every path; the path's words say how. Notes each request as (path, its Range header)."""
+    """Serves `body` on every path; the words of the path say how. Logs each request as (path, its Range header)."""
 
     daemon_threads = False  # so that closing the server joins its threads
 
@@ -164,7 +164,7 @@ def test_a_file_that_is_not_gz_is_hashed_as_it_is(server, tmp_path):
     assert (tmp_path / "file.bin").read_bytes() == ARCHIVE
 
 
-def test_a_gz_unpacked_on_its_way_is_the_same_content(server, target):
+def test_a_gz_decompressed_in_transit_is_the_same_content(server, target):
     server.body = CONTENT
     fetch([server.url("ok")], target, SHA256)
     assert target.read_bytes() == CONTENT
@@ -219,7 +219,7 @@ def test_a_transfer_that_is_always_cut_is_an_error(server, target, length):
     assert not target.exists()
 
 
-def test_a_whole_part_needs_only_its_name(server, target):
+def test_a_complete_part_is_only_renamed(server, target):
     target.parent.mkdir()
     part(target).write_bytes(ARCHIVE)
     fetch([server.url("ok")], target, SHA256)
@@ -255,7 +255,7 @@ def test_corrupt_content_is_followed_by_the_next_url(server, target):
     assert_done(target)
 
 
-def test_every_url_is_tried_and_its_trouble_told(server, target):
+def test_every_url_is_tried_and_its_error_shown(server, target):
     closed = "http://127.0.0.1:1/file.gz"
     text = failure([server.url("404"), server.url("500"), closed], target, SHA256, attempts=1)
     assert f"{server.url('404')}: HTTP 404" in text
@@ -306,7 +306,7 @@ def test_an_interrupt_leaves_the_part_for_the_next_call(server, target):
 
 
 class FullDisk:
-    """A file that takes some bytes and then no more."""
+    """A file that accepts some bytes and then no more."""
 
     def __init__(self, file) -> None:
         self.file = file
@@ -361,7 +361,7 @@ def test_two_processes_download_once(server, target):
     assert_done(target)
 
 
-def test_who_waited_for_the_lock_finds_the_file(server, target):
+def test_a_process_that_waited_for_the_lock_finds_the_file(server, target):
     target.parent.mkdir()
     waiting = threading.Thread(target=fetch, args=([server.url("ok")], target, SHA256))
     with download.FileLock(f"{target}.lock"):

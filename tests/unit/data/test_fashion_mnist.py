@@ -74,7 +74,7 @@ def tiny(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def mirror(tiny, monkeypatch) -> Iterator[Path]:
-    """A mirror that works; gives the folder it serves."""
+    """A mirror that works; yields the folder that it serves."""
     folder = fill(tiny / "mirror")
     with Mirror(("127.0.0.1", 0), partial(QuietHandler, directory=str(folder))) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -166,7 +166,7 @@ def test_a_damaged_cache_is_an_error_too(tiny):
         (VALIDATION_LABELS, np.full(10, 10), "holds label 10"),
     ],
 )
-def test_whole_files_of_the_wrong_content_are_refused(tiny, file, values, complaint):
+def test_complete_files_with_the_wrong_content_are_refused(tiny, file, values, complaint):
     path = fill(tiny / "given") / f"{file}.gz"
     path.write_bytes(gzip.compress(idx_bytes(values)))
     with pytest.raises(DataError, match=complaint) as caught:
@@ -174,7 +174,7 @@ def test_whole_files_of_the_wrong_content_are_refused(tiny, file, values, compla
     assert str(path) in str(caught.value)
 
 
-def test_nowhere_and_no_network_lists_every_way(tiny):
+def test_without_data_and_network_the_error_lists_every_way_to_get_it(tiny):
     with pytest.raises(DataError) as caught:
         load("fashion-mnist")
     text = str(caught.value)

@@ -1,4 +1,4 @@
-"""`read_idx` gives what was written, and refuses every file that is not whole."""
+"""`read_idx` returns what was written, and refuses every file that is damaged."""
 
 import gzip
 import struct
@@ -91,7 +91,7 @@ def test_a_shape_that_numpy_cannot_hold_is_refused(tmp_path):
     assert "damaged" in refusal(tmp_path / "shape")
 
 
-def test_a_bomb_is_read_no_further_than_its_header_promises(tmp_path, monkeypatch):
+def test_a_bomb_is_read_no_further_than_its_header_claims(tmp_path, monkeypatch):
     read = []
     true_read = gzip.GzipFile.read
     monkeypatch.setattr(gzip.GzipFile, "read", lambda self, size=-1: read.append(size) or true_read(self, size))
@@ -101,7 +101,7 @@ def test_a_bomb_is_read_no_further_than_its_header_promises(tmp_path, monkeypatc
     assert sum(read) == len(WHOLE) + 1
 
 
-def test_a_header_that_promises_too_much_takes_no_memory(tmp_path, monkeypatch):
+def test_a_header_that_claims_too_much_takes_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(idx, "_CHUNK_BYTES", 16)
     (tmp_path / "liar").write_bytes(b"\0\0\x08\x03" + struct.pack(">3I", *[2**32 - 1] * 3) + bytes(100))
     assert "100 of" in refusal(tmp_path / "liar")

@@ -90,7 +90,7 @@ def test_no_indices_give_no_batch(kind):
 
 
 def test_a_samples_noise_follows_the_sample():
-    """The same for any number of loader workers and any batching; other noise in another epoch, seed and in validation."""
+    """The same for any number of loader workers and any batching; different in another epoch, seed and in validation."""
     reference = noise_of(0, INDICES, epochs=(0, 1, None))
     assert len(set(reference.values())) == 30
     for column in range(3):
@@ -101,7 +101,7 @@ def test_a_samples_noise_follows_the_sample():
     assert not set(noise_of(0, INDICES, seed=1).values()) & set(reference.values())
 
 
-def test_workers_live_on_and_are_gone_with_the_loader():
+def test_processes_outlive_an_epoch_and_end_with_the_loader():
     loader = Streaming(Noisy(), None, CPU, 2, 0)
     makers = [{int(pid) for batch in loader.batches(INDICES, epoch) for pid in batch[2]} for epoch in range(2)]
     assert makers[0] == makers[1]
@@ -113,7 +113,7 @@ def test_workers_live_on_and_are_gone_with_the_loader():
     assert not makers[0] & children(os.getpid()).keys()
 
 
-def test_processes_start_when_they_are_told_to_and_serve_all_epochs():
+def test_start_starts_the_processes_and_they_serve_all_epochs():
     loader = Streaming(Noisy(), None, CPU, 2, 0)
     state = torch.random.get_rng_state()
     loader.start()
@@ -161,10 +161,10 @@ def test_a_process_that_hangs_is_killed(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_processes_serve_a_worker_that_was_asked_to_stop(number):
-    """A terminal and Slurm signal all processes of a run, and the step that is to be finished needs its samples."""
+    """A terminal and Slurm signal all processes of a run, and the current step still needs its samples."""
     loader = Streaming(Noisy(), None, CPU, 1, 0)
     loader.start()
-    assert len(list(loader.batches(INDICES, 0))) == len(INDICES)  # it has begun
+    assert len(list(loader.batches(INDICES, 0))) == len(INDICES)  # they have started
     for pid in children(os.getpid()):
         os.kill(pid, number)
     assert len(list(loader.batches(INDICES, 1))) == len(INDICES)
@@ -248,7 +248,7 @@ def test_prepare_gets_batch_samples_and_epoch():
 
 @pytest.mark.parametrize("kind", [Resident, Streaming])
 def test_a_batch_is_made_of_its_inputs_alone(kind):
-    """What a captured step relies on: inputs put in the place of others give the batch of those others, in any epoch."""
+    """A captured step relies on this: copying new inputs into the old tensors gives the new batch, in any epoch."""
     prepare = Images(mean=0.2, deviation=0.5, crop=1, flip=True, erase=0.5, seed=3)
     loader = Resident(arrays(), prepare, CPU) if kind is Resident else Streaming(arrays(), prepare, CPU, 0, 3)
     indices = [np.array([5, 0, 7]), np.array([1, 2, 4])]
@@ -261,7 +261,7 @@ def test_a_batch_is_made_of_its_inputs_alone(kind):
             assert all(torch.equal(a, b) for a, b in zip(loader.make(given), batch, strict=True))
 
 
-def test_a_prepare_of_the_users_own_is_done_before():
+def test_a_users_own_prepare_runs_in_the_first_stage():
     def prepare(batch, samples, epoch):
         return batch[0].float() + epoch, batch[1]
 

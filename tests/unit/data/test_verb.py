@@ -26,7 +26,7 @@ def pretend_here(folder: Path) -> Path:
     return folder
 
 
-def test_list_says_how_to_get_what_is_not_here(nowhere, capsys):
+def test_list_says_how_to_get_missing_data(nowhere, capsys):
     assert verb.list_data() == 0
     full, mini = capsys.readouterr().out.splitlines()
     assert full.startswith("fashion-mnist ")
@@ -96,14 +96,14 @@ def test_fetch_that_fails_prints_one_line_and_gives_1(nowhere, capsys, monkeypat
     assert capsys.readouterr().out == "fashion-mnist was not fetched: the network is down\n"
 
 
-def test_fetch_of_what_is_here_and_right_has_nothing_to_do(nowhere, capsys, monkeypatch):
+def test_fetch_of_correct_data_has_nothing_to_do(nowhere, capsys, monkeypatch):
     system = pretend_here(nowhere / "system")
     monkeypatch.setattr(fashion_mnist, "verify", lambda folder, name: [Verdict("a.gz", True, "")])
     assert verb.fetch("fashion-mnist") == 0
     assert capsys.readouterr().out == f"fashion-mnist is already in {system}: all files are correct\n"
 
 
-def test_fetch_of_what_is_here_and_damaged_fetches(nowhere, monkeypatch):
+def test_fetch_replaces_damaged_data(nowhere, monkeypatch):
     pretend_here(nowhere / "system")
     asked = []
     monkeypatch.setattr(fashion_mnist, "fetch_fashion_mnist", lambda data_dir, progress: asked.append(data_dir) or nowhere)
@@ -132,7 +132,7 @@ def test_verify_of_an_empty_given_folder_does_not_look_elsewhere(nowhere, capsys
     assert str(nowhere / "given") in out
 
 
-def test_verify_of_what_is_nowhere_gives_1(nowhere, capsys):
+def test_verify_of_missing_data_gives_1(nowhere, capsys):
     assert verb.verify("fashion-mnist") == 1
     assert "not found" in capsys.readouterr().out
 

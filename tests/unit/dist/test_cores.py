@@ -1,4 +1,4 @@
-"""Which cores a CPU worker keeps to: functions of a place, variables and made-up cores; and real threads of this process."""
+"""Which cores a CPU worker is bound to: with invented places, variables and cores, and with real threads of this process."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine of 8 cores, all of which parent and worker may use; the test says otherwise."""
+    """A machine with 8 cores, all usable by parent and worker unless the test changes that."""
     found = {"mine": set(range(8)), "parent": set(range(8)), "machine": 8}
     parent = os.getppid()
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(found["parent" if pid == parent else "mine"]))
@@ -32,17 +32,17 @@ def shares(size, launcher="paceline", env=None):
 
 @pytest.mark.parametrize("launcher", ["paceline", "torchrun", "srun", "mpirun"])
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
-def test_every_core_belongs_to_one_worker_and_none_has_much_more_than_another(machine, launcher, size):
+def test_cores_are_divided_evenly_among_workers(machine, launcher, size):
     found = shares(size, launcher)
     assert sorted(core for share in found for core in share) == list(range(8))
     assert {len(share) for share in found} <= {8 // size, 8 // size + 1}
 
 
-def test_a_worker_alone_on_its_node_is_left_alone(machine):
+def test_a_single_worker_on_its_node_is_not_bound(machine):
     assert shares(1) == [None]
 
 
-def test_more_workers_than_cores_are_left_alone(machine):
+def test_more_workers_than_cores_are_not_bound(machine):
     assert shares(9) == [None] * 9
 
 
@@ -51,24 +51,24 @@ def test_cores_that_the_whole_run_was_given_are_shared(machine):
     assert shares(2) == [{2, 3}, {6, 7}]
 
 
-def test_a_worker_that_a_wrapper_bound_is_left_alone(machine):
+def test_a_worker_bound_by_a_wrapper_is_not_bound_again(machine):
     machine["mine"] = {2, 3, 6, 7}
     assert shares(2) == [None, None]
 
 
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
-def test_a_worker_that_its_launcher_bound_is_left_alone(machine, launcher):
+def test_a_worker_bound_by_its_launcher_is_not_bound_again(machine, launcher):
     machine["mine"] = machine["parent"] = {2, 3, 6, 7}
     assert shares(2, launcher) == [None, None]
 
 
 @pytest.mark.parametrize("name", ["OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"])
-def test_openmp_may_be_told_where_threads_go(machine, name):
+def test_openmp_binding_variables_are_respected(machine, name):
     assert shares(2, env={name: "x"}) == [None, None]
 
 
 @pytest.mark.parametrize(("threads", "bound"), [("1", True), ("4", True), ("5", False), ("4,2", True)])
-def test_a_worker_with_more_threads_than_its_share_has_cores_is_left_alone(machine, threads, bound):
+def test_a_worker_with_more_threads_than_cores_is_not_bound(machine, threads, bound):
     assert [share is not None for share in shares(2, env={"OMP_NUM_THREADS": threads})] == [bound, bound]
 
 
@@ -82,11 +82,11 @@ def test_sockets_stay_together(machine, monkeypatch):
     assert shares(2) == [{0, 2, 4, 6}, {1, 3, 5, 7}]
 
 
-def test_a_core_without_a_known_position_is_where_its_number_says():
+def test_a_core_without_a_known_position_is_sorted_by_its_number():
     assert place_module._position(10**6) == (0, 10**6, 10**6)
 
 
-def test_a_parent_that_has_ended_is_not_asked(monkeypatch):
+def test_a_worker_whose_parent_has_ended_is_not_bound(monkeypatch):
     def gone(pid):
         if pid:
             raise ProcessLookupError
@@ -102,7 +102,7 @@ def cores_of_threads():
 
 @pytest.fixture
 def other_thread():
-    """A thread that is there before, as torch's and gloo's are."""
+    """A thread that already exists, like those of torch and gloo."""
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
     thread.start()
@@ -111,7 +111,7 @@ def other_thread():
     thread.join()
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.usefixtures("other_thread")
 @pytest.mark.parametrize("fails", [False, True])
 def test_all_threads_are_bound_while_the_world_lasts(monkeypatch, fails):
@@ -121,7 +121,7 @@ def test_all_threads_are_bound_while_the_world_lasts(monkeypatch, fails):
     try:
         with _bound_to_cores(Place(local_size=2), CPU) as usable:
             assert usable == before
-            later = threading.Thread(target=end.wait)  # one that is started meanwhile, and lives on
+            later = threading.Thread(target=end.wait)  # started meanwhile, and outlives the world
             later.start()
             assert all(cores == bound for cores in cores_of_threads())
             if fails:
@@ -134,7 +134,7 @@ def test_all_threads_are_bound_while_the_world_lasts(monkeypatch, fails):
     assert all(cores == before for cores in found)
 
 
-def test_a_gpu_worker_is_left_alone(monkeypatch):
+def test_a_gpu_worker_is_not_bound(monkeypatch):
     monkeypatch.setattr("paceline.dist.world.cores_for_worker", lambda place: pytest.fail("asked for its cores"))
     with _bound_to_cores(Place(local_size=2), torch.device("cuda")) as usable:
         assert usable is None

@@ -1,4 +1,4 @@
-"""Attempts, restarts and stops: the policy with attempts that are made up, and torch elastic with tiny real workers."""
+"""Attempts, restarts and stops: the policy with simulated attempts, and torch elastic with tiny real workers."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def attempts(monkeypatch):
-    """Attempts that end as the test says; what each was started with."""
+    """Simulated attempts that end as the test says; yields what each was started with."""
     endings, started = [], []
 
     def attempt(command, crew, config, folder, request):
@@ -49,7 +49,7 @@ def failed(rank=1, code=1, record=None):
     return Outcome(code, Failure(rank, 1.0, code, f"worker {rank} was killed by SIGKILL\nand more"), record)
 
 
-def test_a_failed_attempt_is_started_again_from_the_record(attempts, capsys):
+def test_a_failed_attempt_is_restarted_from_the_record(attempts, capsys):
     endings, started = attempts
     endings += [failed(record=Path("/runs/x")), failed(rank=0), Outcome(0, None, Path("/runs/x"))]
     assert launch(["train", "t.py"], Config(workers=2, max_restarts=3)) == Outcome(0, None, Path("/runs/x"))
@@ -71,7 +71,7 @@ def test_the_last_failure_is_the_outcome(attempts):
 @pytest.mark.parametrize(
     "ending", [failed(code=2), failed(code=3), Outcome(0), Outcome(INTERRUPTED), Outcome(STOPPED, None, Path("/runs/x"))]
 )
-def test_mistakes_divergence_and_stops_are_not_started_again(ending, attempts, capsys):
+def test_mistakes_divergence_and_stops_are_not_restarted(ending, attempts, capsys):
     endings, started = attempts
     endings.append(ending)
     assert launch(["train"], Config(workers=2, max_restarts=3)) == ending
@@ -138,7 +138,7 @@ send_finished()
 
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
-    """Make launch start this instead of Python: a worker that needs no torch and begins within 0.1 s."""
+    """Make launch start this instead of Python: a worker without torch that starts within 0.1 s."""
 
     def write(body):
         path = tmp_path / "worker"
@@ -152,7 +152,7 @@ def worker(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """Signal handlers are as they were after every test."""
+    """Check that every test restores the signal handlers."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -161,7 +161,7 @@ def handlers():
 
 @contextmanager
 def soon():
-    """Well before the 30 s that elastic, and the 100 s that a worker, would take."""
+    """Well within the 30 s that elastic would take, and the 100 s of a worker."""
     begin = time.monotonic()
     yield
     assert time.monotonic() - begin < 25
@@ -171,13 +171,13 @@ def log(folder, rank):
     return [line.split() for line in (folder / f"{rank}.log").read_text().splitlines()]
 
 
-def test_workers_that_end_well(worker, tmp_path):
+def test_workers_that_succeed(worker, tmp_path):
     worker("begin()")
     assert launch(["train", "t.py"], Config(workers=2)) == Outcome(0, None, tmp_path / "record")
     assert [line[1:] for line in log(tmp_path, 0) + log(tmp_path, 1)] == 2 * [["-P", "-m", "paceline", "train", "t.py"]]
 
 
-def test_a_killed_worker_is_started_again(worker, tmp_path, capsys):
+def test_a_killed_worker_is_restarted(worker, tmp_path, capsys):
     worker("begin(); attempt == 1 and rank == 1 and os.kill(os.getpid(), signal.SIGKILL); attempt == 1 and time.sleep(100)")
     assert launch(["train"], Config(workers=2, max_restarts=1)) == Outcome(0, None, tmp_path / "record")
     (first, second) = log(tmp_path, 1)
@@ -187,7 +187,7 @@ def test_a_killed_worker_is_started_again(worker, tmp_path, capsys):
     assert err.endswith("; restart 1 of 1 on 2 workers\n")
 
 
-def test_one_worker_is_started_again(worker, tmp_path, monkeypatch):
+def test_a_single_worker_is_restarted(worker, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     worker("attempt == 1 and sys.exit(7)")
     assert launch(["train"], Config(max_restarts=1)).exit_code == 0
@@ -208,7 +208,7 @@ def test_fewer_workers_have_more_threads_each(worker, tmp_path, monkeypatch):
     assert log(tmp_path, 0)[-1][-2:] == ["--workers=1", "--virtual-workers=2"]
 
 
-def test_a_peer_that_ignores_sigterm_does_not_hold_up_the_end(worker, tmp_path, monkeypatch):
+def test_a_worker_that_ignores_sigterm_does_not_delay_the_end(worker, tmp_path, monkeypatch):
     """elastic alone would wait 30 s for it."""
     monkeypatch.setattr(module, "_KILL_AFTER_S", 1)
     worker(
@@ -258,7 +258,7 @@ sys.exit(1)
 @pytest.mark.parametrize(
     ("begin", "what"), [("", "if it was still loading data, raise --timeout-s"), ("begin()", "worker 0 hung")]
 )
-def test_a_worker_that_did_not_come_may_still_load(begin, what, worker, tmp_path):
+def test_a_worker_that_others_wait_for_may_still_be_loading(begin, what, worker, tmp_path):
     worker(WAITED.format(begin=begin))
     with soon():
         failure = launch(["train"], Config(workers=2)).failure
@@ -266,7 +266,7 @@ def test_a_worker_that_did_not_come_may_still_load(begin, what, worker, tmp_path
     assert what in failure.text
 
 
-def test_a_stop_waits_no_longer_than_its_grace(worker, tmp_path):
+def test_a_stop_waits_no_longer_than_the_grace_period(worker, tmp_path):
     worker("begin()\nrank or ask(signal.SIGTERM)\ntime.sleep(100)")
     with soon():
         assert launch(["train"], Config(workers=2, grace_s=0.5)) == Outcome(STOPPED, None, tmp_path / "record", "SIGTERM")
@@ -301,7 +301,7 @@ def test_workers_that_all_end_before_the_run_is_done_have_failed(worker):
     assert "ended with exit code 0 before the run was done" in outcome.failure.text
 
 
-def test_the_worker_that_somebody_terminated_is_named(worker):
+def test_a_worker_terminated_from_outside_is_named(worker):
     """Not worker 0, which torch elastic terminates because of it."""
     worker("begin()\nif rank == 1:\n    wait_for(here / '0.log')\n    os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(100)")
     with soon():
@@ -328,7 +328,7 @@ def test_what_a_worker_has_started_ends_before_the_next_attempt(worker, tmp_path
     with soon():
         assert launch(["train"], Config(workers=2, max_restarts=1)).exit_code == 0
     wait_for(lambda: not alive(int((tmp_path / "child").read_text())), 10, lambda: "the child still runs")
-    # It was killed before: at most, nobody has collected it yet.
+    # It was killed earlier: at most it is still a zombie.
     assert (tmp_path / "left").exists()
 
 
@@ -361,7 +361,7 @@ def test_what_a_worker_left_behind_is_terminated_first(worker, tmp_path):
     assert (tmp_path / "uploaded").exists()
 
 
-def test_what_a_worker_left_behind_is_killed_at_last(worker, tmp_path, monkeypatch):
+def test_what_a_worker_left_behind_is_finally_killed(worker, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_LEFT_S", 0.1)
     worker(LEAVES_AN_UPLOADER.format(on_term="signal.SIG_IGN", then="time.sleep(100)"))
     with soon():
@@ -393,7 +393,7 @@ def test_a_taken_port_is_one_line():
             launch(["train"], Config(workers=1, nodes=2, rendezvous=where))
 
 
-def test_off_the_main_thread_workers_run_too(worker, tmp_path):
+def test_workers_can_be_launched_outside_the_main_thread(worker, tmp_path):
     worker("begin()")
     outcomes = []
     thread = threading.Thread(target=lambda: outcomes.append(launch(["train"], Config(workers=2))))
@@ -453,7 +453,7 @@ def test_nodes_meet_at_the_master(monkeypatch):
 
 
 @pytest.mark.parametrize("rendezvous", ["", "node0", "node0:", ":29500", "node0:http", "node0:\u00b2"])
-def test_nodes_that_do_not_know_where_to_meet(rendezvous, monkeypatch):
+def test_several_nodes_need_the_address_of_node_0(rendezvous, monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(UsageError, match="--nodes 2 needs the address of node 0: use --rendezvous HOST:PORT"):
@@ -461,7 +461,7 @@ def test_nodes_that_do_not_know_where_to_meet(rendezvous, monkeypatch):
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "99999", "184467440737095516150"])
-def test_nodes_meet_at_a_port_that_exists(port, monkeypatch):
+def test_a_port_out_of_range_is_refused(port, monkeypatch):
     with pytest.raises(UsageError, match=f"^--rendezvous node0:{port}: a port must be a number from 1 to 65535$"):
         _meeting(Config(nodes=2, rendezvous=f"node0:{port}"))
     monkeypatch.setenv("MASTER_ADDR", "node0")
@@ -471,7 +471,7 @@ def test_nodes_meet_at_a_port_that_exists(port, monkeypatch):
 
 
 def test_a_worker_without_its_launcher_ends_at_once(folder, monkeypatch):
-    """Its parent is not the agent it was started by, so the agent is gone already."""
+    """Its parent is not the agent that started it, so the agent is already gone."""
     ended: list[int] = []
     handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setenv("PACELINE_AGENT", str(os.getpid()))

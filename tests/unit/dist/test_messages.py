@@ -1,4 +1,4 @@
-"""Which failure was the first, and what workers and their launcher tell each other."""
+"""Which failure caused the others, and the messages between workers and launcher."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from paceline.errors import Diverged, UsageError
 
 
 class DistBackendError(RuntimeError):
-    """torch's errors are known by their names, so that torch need not be loaded."""
+    """torch's errors are recognized by name, so that torch need not be imported."""
 
 
 class DistStoreError(RuntimeError):
@@ -81,8 +81,8 @@ def test_a_missing_instruction_has_a_cause_and_a_fix():
     assert text.endswith("use --precision fp32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16")
 
 
-def test_the_terminated_are_not_to_blame():
-    """On several nodes worker 0 may have lost one on another node; worker 1 is then ended by our own launcher."""
+def test_workers_ended_by_the_launcher_are_not_blamed():
+    """On several nodes, worker 0 may have lost contact with another node; our own launcher then ends worker 1."""
     found = first_failure([failed(0, 1.0, lost=True)], {0: 1, 1: -signal.SIGTERM}, {1})
     assert found.rank == 0
     assert first_failure([], {0: -signal.SIGTERM, 1: -signal.SIGTERM}, {0}).text == "worker 1 was killed by SIGTERM"
@@ -96,7 +96,7 @@ def test_exit_code_0_before_the_end_comes_before_lost_contact():
 
 
 def test_an_error_of_a_loader_process_has_a_short_headline(folder):
-    """torch's text for it is that process's traceback."""
+    """The text of torch's error is the traceback of that process."""
     try:
         raise KeyError("no such sample")
     except KeyError:
@@ -110,7 +110,7 @@ def test_an_error_of_a_loader_process_has_a_short_headline(folder):
     assert "test_an_error_of_a_loader_process" in found.text, "the process's own traceback is still there"
 
 
-def test_a_headline_has_an_end():
+def test_a_headline_is_cut():
     assert headline(ValueError("one\n  two")) == "ValueError: one two"
     assert len(headline(ValueError(1000 * "x"))) == 200
     assert headline(ValueError(1000 * "x")).endswith("x...")
@@ -136,7 +136,7 @@ def test_lost_contact_alone_is_the_earliest():
     assert first_failure([failed(0, 2.0, lost=True), failed(1, 1.0, lost=True)], {0: 1, 1: 1}).rank == 1
 
 
-def test_nothing_at_all_is_still_a_failure():
+def test_no_message_and_no_exit_code_is_still_a_failure():
     found = first_failure([], {})
     assert found.exit_code == 1
     assert "without an error message" in found.text
@@ -172,7 +172,7 @@ def test_lost_contact_is_marked(folder):
     assert found.text.startswith("worker 0 lost contact with another worker: RuntimeError: ")
 
 
-def test_without_a_launcher_nobody_is_told(monkeypatch, tmp_path):
+def test_without_a_launcher_no_message_is_sent(monkeypatch, tmp_path):
     monkeypatch.delenv("PACELINE_MESSAGES", raising=False)
     assert not send_failure(0, UsageError("x"))
     send_record_path(tmp_path)
@@ -181,7 +181,7 @@ def test_without_a_launcher_nobody_is_told(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_launcher_that_is_gone_is_no_second_error(monkeypatch, tmp_path):
+def test_a_launcher_that_is_gone_causes_no_second_error(monkeypatch, tmp_path):
     monkeypatch.setenv("PACELINE_MESSAGES", str(tmp_path / "gone"))
     assert not send_failure(0, UsageError("x"))
 
@@ -276,15 +276,15 @@ def test_before_the_run_has_begun_it_may_only_be_slow():
     assert first_failure([waited(1, 1.0)], {0: -signal.SIGSEGV, 1: 1}, begun=False).text == "worker 0 was killed by SIGSEGV"
 
 
-def test_a_worker_that_says_where_it_hangs_comes_first():
+def test_a_worker_that_shows_where_it_hangs_comes_first():
     assert first_failure([waited(0, 1.0), failed(1, 2.0)], {0: 1, 1: 1}).rank == 1
 
 
-def test_a_crash_while_others_wait_is_no_hang():
+def test_a_crash_while_others_wait_is_not_a_hang():
     assert first_failure([waited(0, 1.0)], {0: 1, 1: -signal.SIGSEGV}).text == "worker 1 was killed by SIGSEGV"
 
 
-def test_an_error_that_ran_out_of_time_has_waited(folder):
+def test_a_timeout_is_marked_as_a_wait(folder):
     send_failure(0, RuntimeError("Timed out waiting 600000ms for recv operation to complete"))
     send_failure(1, LOST)
     assert [(failure.lost_contact, failure.waited) for failure in read_failures(folder)] == [(True, True), (True, False)]

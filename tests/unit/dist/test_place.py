@@ -1,4 +1,4 @@
-"""Where a process stands, from the variables of each launcher. Pure functions of a mapping."""
+"""A process's place in the world, from the variables of each launcher."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def test_our_own_launcher_differs_from_torchrun_by_its_messages_variable():
     assert read_place({**TORCHRUN, "PACELINE_MESSAGES": "/tmp/x"}).launcher == "paceline"
 
 
-def test_rank_and_size_alone_are_one_worker_a_node():
+def test_rank_and_size_without_local_variables_are_one_worker_per_node():
     expected = Place(rank=1, local_rank=0, node=0, size=2, local_size=1, nodes=2, launcher="torchrun")
     assert read_place({"RANK": "1", "WORLD_SIZE": "2"}) == expected
 
@@ -129,7 +129,7 @@ def test_contradictions_are_the_launchers_mistake(env):
         ({**SRUN, "SLURM_LOCALID": "x"}, "SLURM_LOCALID"),
     ],
 )
-def test_a_variable_that_is_no_number_is_named(env, name):
+def test_a_variable_that_is_not_a_number_is_named(env, name):
     with pytest.raises(UsageError, match=f"the variable {name} is .*: it must be a whole number"):
         read_place(env)
 
@@ -140,7 +140,7 @@ def test_a_variable_that_is_missing_is_named(env, name):
         read_place({key: value for key, value in env.items() if key != name})
 
 
-def test_workers_must_agree_with_the_world_that_is_there():
+def test_workers_must_match_an_existing_world():
     place = read_place(TORCHRUN)
     check_workers(place, None)
     check_workers(place, 8)
@@ -148,7 +148,7 @@ def test_workers_must_agree_with_the_world_that_is_there():
         check_workers(place, 4)
 
 
-def test_workers_may_be_anything_where_we_start_them():
+def test_workers_are_free_if_we_start_them():
     check_workers(read_place({}), 4)
     check_workers(read_place({**TORCHRUN, "PACELINE_MESSAGES": "x"}), 4)
 
@@ -175,7 +175,7 @@ def test_meeting_point_needs_a_number_for_a_port():
             meeting_point(Place(), {"MASTER_PORT": port})
 
 
-def test_mpirun_over_nodes_must_say_where_rank_0_is():
+def test_mpirun_on_several_nodes_needs_the_address_of_rank_0():
     with pytest.raises(UsageError, match="add -x MASTER_ADDR="):
         meeting_point(Place(nodes=2, launcher="mpirun"), {})
 
@@ -206,7 +206,7 @@ def test_threads_are_what_slurm_gave_the_task(monkeypatch):
     assert threads_per_worker(2, {"SLURM_CPUS_PER_TASK": "3"}) == 4, "a batch script's share is not a task's"
 
 
-def test_there_is_a_core():
+def test_core_count():
     assert core_count() >= 1
 
 
@@ -222,6 +222,6 @@ MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
         {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "x"},
     ],
 )
-def test_counts_that_cannot_be(env):
+def test_counts_below_1_are_refused(env):
     with pytest.raises(UsageError, match=list(env)[-1]):
         read_place(env)

@@ -9,8 +9,8 @@ from harness.processes import alive
 from paceline.dist.process import group_is_running, signal_name
 
 
-def test_a_group_has_members_while_one_of_them_runs():
-    """A zombie is none: the launcher would wait for it in vain where process 1 collects nobody."""
+def test_a_group_is_running_until_its_last_process_ends():
+    """A zombie does not count: where process 1 does not reap it, the launcher would wait forever."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     assert group_is_running(child.pid)
     child.kill()

@@ -1,4 +1,4 @@
-"""Who takes part in the next attempt, and with which command."""
+"""The crew and the command of the next attempt."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_the_newest_checkpoint_is_the_one_of_the_latest_step(tmp_path):
         (FailedAttempt(0, 40), FailedAttempt(1, 40), 2),
     ],
 )
-def test_a_worker_first_to_fail_twice_at_the_same_place_is_gone(before, after, workers):
+def test_a_worker_that_fails_first_twice_without_progress_is_dropped(before, after, workers):
     crew, why = next_crew(Crew(2), before, after, CONFIG)
     assert crew == Crew(workers)
     assert why == ("" if workers == 2 else ": worker 1's device failed twice and is no longer used")
@@ -52,37 +52,37 @@ def test_fewer_workers_only_if_allowed_and_on_one_node(config, monkeypatch):
     ("gpus", "crew"),
     [
         ({"0": True, "1": True}, Crew(2)),
-        ({"0": True}, Crew(1, ("0",))),  # one fell off the bus
+        ({"0": True}, Crew(1, ("0",))),  # one is lost
         ({"4": False, "5": True}, Crew(1, ("5",))),
-        ({"0": False, "1": True, "2": True}, Crew(2, ("1", "2"))),  # there is another one
+        ({"0": False, "1": True, "2": True}, Crew(2, ("1", "2"))),  # there is a spare
         ({"0": False, "1": False}, Crew(0, ())),
     ],
 )
-def test_gpus_that_no_longer_answer_are_gone(gpus, crew, monkeypatch):
+def test_gpus_that_no_longer_answer_are_dropped(gpus, crew, monkeypatch):
     monkeypatch.setattr(restarts, "_gpus", lambda crew: tuple(gpus.items()))
     found, why = next_crew(Crew(2), None, FailedAttempt(0, 0), CONFIG)
     assert found == crew
     assert bool(why) == (crew.devices is not None)
 
 
-def test_the_gpu_of_a_worker_that_is_gone_is_taken_out(monkeypatch):
+def test_the_gpu_of_a_dropped_worker_is_dropped(monkeypatch):
     monkeypatch.setattr(restarts, "_gpus", lambda crew: (("3", True), ("5", True), ("7", True)))
     crew, _ = next_crew(Crew(3), FailedAttempt(1, 0), FailedAttempt(1, 0), Config(workers=3, min_workers=1))
     assert crew == Crew(2, ("3", "7"))
 
 
-def test_a_spare_gpu_takes_the_place_of_one_that_is_gone(monkeypatch):
+def test_a_spare_gpu_replaces_a_lost_one(monkeypatch):
     monkeypatch.setattr(restarts, "_gpus", lambda crew: tuple((str(i), True) for i in range(4)))
     crew, why = next_crew(Crew(2), FailedAttempt(1, 0), FailedAttempt(1, 0), CONFIG)
     assert (crew, why) == (Crew(2, ("0", "2", "3")), ": worker 1's device failed twice and is no longer used")
 
 
-def test_workers_that_share_a_gpu_are_not_counted_by_it(monkeypatch):
+def test_workers_that_share_a_gpu_are_not_limited_by_it(monkeypatch):
     monkeypatch.setattr(restarts, "_gpus", lambda crew: (("0", True),))
     assert next_crew(Crew(2), None, FailedAttempt(1, 0), Config(workers=2, min_workers=1, backend="gloo")) == (Crew(2), "")
 
 
-def test_gpus_are_asked_under_the_names_they_have(monkeypatch):
+def test_gpus_are_probed_under_their_visible_names(monkeypatch):
     monkeypatch.setattr(
         restarts, "_PROBE", "import os; print('0 1\\n1 0' if os.environ['CUDA_VISIBLE_DEVICES'] == '4,6' else '')"
     )
@@ -92,12 +92,12 @@ def test_gpus_are_asked_under_the_names_they_have(monkeypatch):
     assert restarts._gpus(Crew(2)) == (("0", True), ("1", True))
 
 
-def test_gpus_that_nobody_can_ask_are_left_alone(monkeypatch):
+def test_without_a_probe_the_crew_stays(monkeypatch):
     monkeypatch.setattr(restarts, "_PROBE", "raise SystemExit(1)")
     assert restarts._gpus(Crew(2)) == ()
 
 
-def test_the_same_workers_go_on_with_the_record():
+def test_the_same_workers_resume_the_record():
     command = ["train", "t.py", "--resume=auto", "--workers=2"]
     again = restart_command(command, Crew(2), CONFIG, Path("/runs/x"))
     assert again == ["train", "t.py", "--workers=2", "--resume=/runs/x"]
@@ -108,7 +108,7 @@ def test_without_a_record_the_command_stays():
     assert restart_command(["train", "t.py", "--resume=auto"], Crew(2), CONFIG, None) == ["train", "t.py", "--resume=auto"]
 
 
-def test_fewer_workers_keep_the_parts():
+def test_fewer_workers_keep_the_virtual_workers():
     again = restart_command(["train", "t.py", "--workers=2"], Crew(1), CONFIG, None)
     assert again == ["train", "t.py", "--workers=1", "--virtual-workers=2"]
     given = Config(workers=2, virtual_workers=8)
@@ -119,7 +119,7 @@ def test_fewer_workers_keep_the_parts():
     ]
 
 
-def test_the_parts_are_those_of_the_record(tmp_path):
+def test_the_virtual_workers_are_those_of_the_record(tmp_path):
     (tmp_path / "config.toml").write_text("virtual_workers = 8\n")
     assert restart_command(["train"], Crew(1), CONFIG, tmp_path)[-1] == "--virtual-workers=8"
     (tmp_path / "config.toml").write_text("virtual_workers = ")

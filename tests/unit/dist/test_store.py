@@ -10,7 +10,7 @@ from paceline.dist.store import host_store, listen
 
 
 def addresses(*found):
-    """What a name leads to, in place of the system's resolver."""
+    """The address of a name, instead of the system's resolver."""
 
     def getaddrinfo(host, port, **_):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in found]
@@ -36,8 +36,8 @@ def test_a_name_of_this_machine(monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["198.51.100.7", "127.0.1.1"], ids=["NAT", "Debian's /etc/hosts"])
-def test_a_name_that_leads_elsewhere_here(address, monkeypatch):
-    """Others reach this machine through an address that it cannot know, so it must listen at all of them."""
+def test_a_name_that_does_not_resolve_to_an_own_address(address, monkeypatch):
+    """Others reach this machine through an address that it does not know, so it must listen on all."""
     monkeypatch.setattr(socket, "getaddrinfo", addresses(address))
     with listen("node0", 0) as server:
         assert server.getsockname()[0] in ("::", "0.0.0.0")

@@ -30,7 +30,7 @@ TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1
 
 @pytest.fixture
 def start(monkeypatch):
-    """Start a Python program with a watch in it; what still runs at the end is killed."""
+    """Start a Python program with a watch in it; kill what is still running at the end."""
     monkeypatch.delenv("PACELINE_MESSAGES", raising=False)
     started = []
 
@@ -45,7 +45,7 @@ def start(monkeypatch):
         process.communicate()
 
 
-def test_a_worker_that_stands_still_says_where(start, tmp_path):
+def test_a_worker_that_hangs_shows_where(start, tmp_path):
     process = start(
         "with Watch(1, 0.5, 20) as watch:\n    watch.mark(57, 'forward'); stuck()", TWO | {"PACELINE_MESSAGES": str(tmp_path)}
     )
@@ -58,7 +58,7 @@ def test_a_worker_that_stands_still_says_where(start, tmp_path):
     assert (failure.rank, failure.exit_code, failure.lost_contact, failure.waited) == (1, 1, False, False)
 
 
-def test_without_a_launcher_it_says_so_itself(start):
+def test_without_a_launcher_it_prints_the_hang_itself(start):
     process = start("with Watch(0, 0.5, 20) as watch:\n    watch.mark(3, 'data'); stuck()")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -72,7 +72,7 @@ with Watch(0, 0.5, 20) as watch:
     try:
         stuck()
     except Exception as error:
-        time.sleep(1.5)  # longer than the timeout: it is said once
+        time.sleep(1.5)  # longer than the timeout: it is printed once
         print(type(error).__name__, error)
 """
 
@@ -99,7 +99,7 @@ def test_the_command_line_says_that_it_is_ours(start):
     assert (out.splitlines()[0], out.splitlines()[-1]) == ("False", "True")
 
 
-def test_a_worker_that_may_wait_for_another_speaks_after_it(start, tmp_path):
+def test_a_worker_that_waits_lets_the_hanging_one_report_first(start, tmp_path):
     where = {"PACELINE_MESSAGES": str(tmp_path)}
     waiting = start("with Watch(1, 0.5, 20) as watch:\n    watch.mark(57, 'reduce'); stuck()", TWO | where)
     assert waiting.stdout.readline() == "stuck\n"
@@ -114,12 +114,12 @@ def test_a_worker_that_may_wait_for_another_speaks_after_it(start, tmp_path):
     assert hung.when < waited.when
 
 
-def test_alone_there_is_nobody_to_wait_for(start):
+def test_a_single_worker_waits_for_no_other(start):
     process = start("with Watch(0, 0.5, 20) as watch:\n    watch.mark(57, 'backward'); stuck()")
     assert "worker 0 hung: no progress for 0.5 s at step 57, in backward" in process.communicate(timeout=60)[1]
 
 
-def test_loading_takes_as_long_as_it_takes(start):
+def test_loading_has_no_time_limit(start):
     process = start("with Watch(0, 0.3, 20) as watch:\n    watch.mark(0, 'loading'); time.sleep(1.5)", TWO | {"RANK": "0"})
     assert process.communicate(timeout=60) == ("", "")
     assert process.returncode == 0
@@ -144,7 +144,7 @@ def test_loading_ends_with_the_first_signal(number, said, start):
     assert process.returncode == 0
 
 
-def test_progress_and_what_comes_before_the_first_mark_are_no_hang(start):
+def test_progress_and_time_before_the_first_mark_are_not_a_hang(start):
     process = start(
         "with Watch(0, 0.5, 20) as watch:\n    time.sleep(1)\n"
         "    for step in range(15):\n        watch.mark(step, 'data'); time.sleep(0.05)"
@@ -154,7 +154,7 @@ def test_progress_and_what_comes_before_the_first_mark_are_no_hang(start):
 
 
 @pytest.mark.parametrize(("number", "why"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP"), (signal.SIGINT, "Ctrl-C")])
-def test_the_first_signal_is_only_noted(number, why, start):
+def test_the_first_signal_is_only_recorded(number, why, start):
     process = start(
         "with Watch(0, 60, 60) as watch:\n    print(repr(watch.stop), flush=True)\n"
         "    while not watch.stop:\n        time.sleep(0.01)\n    print(watch.stop)"
@@ -196,7 +196,7 @@ try:
         {where}
 except BaseException as error:
     print(type(error).__name__, flush=True)
-    time.sleep(3)  # longer than an exception has to unwind in
+    time.sleep(3)  # longer than an exception may take to unwind
     print('closed')
 """
 
@@ -257,8 +257,8 @@ with Watch(1, 60, 60) as watch:
 
 
 @pytest.mark.parametrize("phase", ["reduce", "backward"])
-def test_asked_to_stop_it_does_not_wait_for_one_that_is_gone(phase, start):
-    """torchrun ends the others when one fails, and a collective with that one would take up the whole grace."""
+def test_after_a_stop_request_it_does_not_wait_for_a_lost_worker(phase, start):
+    """torchrun ends the others when one fails, and a collective with that one would use up the whole grace period."""
     process = start(WAITS.format(steps=0, each=0, phase=phase, then=100), TWO)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
@@ -272,7 +272,7 @@ def test_asked_to_stop_it_does_not_wait_for_one_that_is_gone(phase, start):
     [{"steps": 0, "each": 0, "phase": "forward"}, {"steps": 1, "each": 3, "phase": "reduce"}],
     ids=["it is busy itself", "its steps take so long"],
 )
-def test_asked_to_stop_a_slow_step_is_finished(case, start):
+def test_after_a_stop_request_a_slow_step_is_finished(case, start):
     process = start(WAITS.format(**case, then=3), TWO)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
@@ -292,13 +292,13 @@ with Watch(0, 60, {grace}) as watch:
 
 
 @pytest.mark.parametrize(("grace", "signals"), [(0.5, 1), (100, 2)])
-def test_the_grace_holds_where_the_main_thread_cannot_listen(grace, signals, start):
-    """Stuck outside Python, as in a collective, no handler of Python's ever runs. A second Ctrl-C ends it before its grace."""
+def test_the_grace_period_holds_while_the_main_thread_is_stuck(grace, signals, start):
+    """Stuck outside Python, as in a collective, Python runs no signal handler. A second Ctrl-C ends it earlier."""
     process = start(OURS + DEADLOCK.format(grace=grace))
     assert process.stdout.readline() == "stuck\n"
     for _ in range(signals):
         process.send_signal(signal.SIGINT)
-        time.sleep(0.5)  # the system keeps one pending signal of a kind: two at once would be one
+        time.sleep(0.5)  # the system merges pending signals of one kind
     process.communicate(timeout=40)
     assert process.returncode == 130
 
@@ -335,11 +335,11 @@ with Watch(0, 60, 60) as watch:
 
 
 def test_children_of_the_worker_keep_their_signals(start):
-    """A DataLoader's worker: SIGTERM ends it, the first Ctrl-C does not, and neither is taken for the worker's own."""
+    """A DataLoader's worker: SIGTERM ends it, the first Ctrl-C does not, and neither counts as the worker's own signal."""
     assert start(FORK).communicate(timeout=60) == ("(0, 0) ''\n15 ''\n", "")
 
 
-def test_all_is_as_before(monkeypatch):
+def test_handlers_and_files_are_restored(monkeypatch):
     monkeypatch.delenv("PACELINE_MESSAGES", raising=False)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers, files = [signal.getsignal(number) for number in numbers], len(os.listdir("/proc/self/fd"))
@@ -354,7 +354,7 @@ def test_all_is_as_before(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_that_is_ignored_stays_ignored(number, monkeypatch):
-    """A shell's background job ignores Ctrl-C, nohup SIGHUP."""
+    """A background job of a shell ignores Ctrl-C; nohup ignores SIGHUP."""
     monkeypatch.delenv("PACELINE_MESSAGES", raising=False)
     handler = signal.signal(number, signal.SIG_IGN)
     try:
@@ -364,7 +364,7 @@ def test_a_signal_that_is_ignored_stays_ignored(number, monkeypatch):
         signal.signal(number, handler)
 
 
-def test_off_the_main_thread_there_are_no_handlers(monkeypatch):
+def test_outside_the_main_thread_no_handlers_are_set(monkeypatch):
     monkeypatch.delenv("PACELINE_MESSAGES", raising=False)
     handlers, seen = [signal.getsignal(signal.SIGINT)], []
 
@@ -379,8 +379,8 @@ def test_off_the_main_thread_there_are_no_handlers(monkeypatch):
     assert seen == [*handlers, ""]
 
 
-def test_the_loop_asks_no_file(tmp_path, monkeypatch):
-    """A `stat` a step would be 5 microseconds on the thread that trains."""
+def test_the_loop_reads_no_file(tmp_path, monkeypatch):
+    """A `stat` per step would take 5 microseconds on the thread that trains."""
     monkeypatch.setenv("PACELINE_MESSAGES", str(tmp_path))
     readers = []
     monkeypatch.setattr(messages, "read_stop", lambda where: readers.append(threading.current_thread().name) or "SIGTERM")
@@ -390,7 +390,7 @@ def test_the_loop_asks_no_file(tmp_path, monkeypatch):
     assert readers == ["paceline-watch"]
 
 
-def test_why_a_run_stops_is_known_before_the_thread_has_looked(tmp_path, monkeypatch):
+def test_why_a_run_stops_is_known_before_the_thread_checks(tmp_path, monkeypatch):
     """Another worker may have seen it first: its request reaches this one with the step's metrics."""
     monkeypatch.setenv("PACELINE_MESSAGES", str(tmp_path))
     watch = Watch(0, 60, 60)
@@ -400,7 +400,7 @@ def test_why_a_run_stops_is_known_before_the_thread_has_looked(tmp_path, monkeyp
 
 
 def test_a_mark_costs_next_to_nothing():
-    """About 0.1 microseconds; a system call in it, or a lock and a thread to wake, would be over this."""
+    """About 0.1 microseconds. A system call, or a lock and a thread to wake, would take longer than this limit."""
     watch = Watch(0, 60, 60)
     best = min(_time_marks(watch) for _ in range(20))
     assert best < 2e-6

@@ -43,7 +43,7 @@ def test_on_one_node_backends_keep_to_the_loopback(unset):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_user_says_stays(name, unset, monkeypatch):
+def test_the_users_choice_stays(name, unset, monkeypatch):
     monkeypatch.setenv(name, "eth7")
     _choose_interface(Place(size=2, local_size=2))
     assert os.environ[name] == "eth7"

@@ -1,4 +1,4 @@
-"""The registry: what a spec may say, and the one line that answers a spec that may not."""
+"""The registry: valid specs, and the one-line error for each invalid one."""
 
 import subprocess
 import sys
@@ -67,8 +67,8 @@ def test_values_reach_the_model(text):
         ("cnn:dropout=nan", "model cnn: dropout is 'nan': it must be a number from 0 to below 1"),
         ("cnn:norm=bach", "model cnn: norm is 'bach': it must be one of batch, part, sync, group, none"),
         ("resnet:skip=maybe", "model resnet: skip is 'maybe': it must be true or false (or yes, no, 1, 0)"),
-        ("resnet:depth=18", "model resnet: depth is '18': it must be 6n + 2: 8, 14, 20, 26, 32 ..."),
-        ("wide_resnet:depth=4", "model wide_resnet: depth is '4': it must be 6n + 4: 10, 16, 22, 28, 34, 40 ..."),
+        ("resnet:depth=18", "model resnet: depth is '18': it must be 6n + 2 (8, 14, 20, 26, 32 ...)"),
+        ("wide_resnet:depth=4", "model wide_resnet: depth is '4': it must be 6n + 4 (10, 16, 22, 28, 34, 40 ...)"),
     ],
 )
 def test_specs_that_are_wrong(spec, message):
@@ -92,7 +92,7 @@ def test_plain_numbers_convert_too(annotation):
         options.convert("x", annotation)
 
 
-def test_names_and_unknown_models_need_no_torch():
+def test_names_and_unknown_models_do_not_import_torch():
     program = (
         "import sys; from paceline import errors, models; models.names()\n"
         "try: models.check('resnt')\n"

@@ -1,4 +1,4 @@
-"""What every optimizer over flat buffers must do, whatever its formula."""
+"""What every optimizer with flat buffers must do, whatever its formula."""
 
 import copy
 import io
@@ -66,8 +66,8 @@ def moved(before: Tensor, after: Tensor) -> bool:
 
 
 @each
-def test_together_is_one_by_one(name: str) -> None:
-    """A pack of all and an optimizer for each parameter: the numbers of one tensor never reach another."""
+def test_a_pack_equals_one_optimizer_per_parameter(name: str) -> None:
+    """The values of one tensor never reach another."""
     together, apart = parameters(name), parameters(name)
     alone = [MAKERS[name]([parameter]) for parameter in apart]
     for step in range(5):
@@ -80,8 +80,8 @@ def test_together_is_one_by_one(name: str) -> None:
 
 
 @each
-def test_by_an_index_as_on_a_gpu(name: str) -> None:
-    """A value a tensor reaches its elements by an index there, and tensor by tensor on a CPU."""
+def test_the_gpus_index_gives_the_same(name: str) -> None:
+    """On a GPU an index expands one value per tensor to the elements; on a CPU it is done tensor by tensor."""
     one, other = parameters(name), parameters(name)
     optimizer = MAKERS[name](other)
     for packs in optimizer._packs:  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ def test_layout_makes_no_difference(name: str) -> None:
             values = values.t().contiguous().t()
         if number == 1:
             values = torch.stack([values, values], -1)[..., 0]
-        if number == 4:  # gaps, and rows that lie between each other
+        if number == 4:  # gaps, and interleaved rows
             values = torch.zeros(9, dtype=torch.float64).as_strided((3, 2), (2, 3)).copy_(values)
         odd.append(nn.Parameter(values))
     assert not odd[0].is_contiguous()
@@ -151,7 +151,7 @@ def test_gradients_are_never_written(name: str) -> None:
 
 
 @each
-def test_state_is_there_from_the_beginning_and_stays_where_it_is(name: str) -> None:
+def test_state_exists_from_the_start_and_keeps_its_address(name: str) -> None:
     found = parameters(name)
     optimizer = MAKERS[name](found)
 
@@ -195,7 +195,7 @@ def test_interrupted_equals_uninterrupted(name: str, dtype: torch.dtype, way: st
         other = MAKERS[name](second)
         run(MAKERS[name](parameters(name, dtype)), parameters(name, dtype))
         other.load_state_dict(state)
-    run(optimizer, first, range(20, 23))  # what was saved is not what goes on
+    run(optimizer, first, range(20, 23))  # the saved state must not change with it
     assert same(run(other, second, range(4, 8)), expected)
 
 
@@ -223,7 +223,7 @@ def test_parameters_without_gradients_are_left_alone(name: str) -> None:
         still = all(torch.equal(optimizer.state[parameter][key], states[number][key]) for key in states[number])
         assert moved(kept[number], parameter.detach()) == (number not in (1, 3))
         assert still == (number in (1, 3))
-    # The others do what they would do by themselves.
+    # The others behave as if they were alone.
     present = [parameter for number, parameter in enumerate(fewer) if number not in (1, 3)]
     alone = MAKERS[name](present)
     for step in range(3):
@@ -252,13 +252,13 @@ def test_the_learning_rate_may_be_a_tensor(name: str, dtype: torch.dtype) -> Non
     assert all(group["capturable"] for group in optimizer.param_groups)
     expected = run(MAKERS[name](one, lr=0.25), one)
     assert same(run(optimizer, other), expected)
-    rate.fill_(0.0)  # read anew at each step
+    rate.fill_(0.0)  # read at each step
     assert same(run(optimizer, other), expected)
 
 
 @each
 def test_groups_have_their_own_settings(name: str) -> None:
-    """As two optimizers would."""
+    """The same as two optimizers."""
     together, apart = parameters(name), parameters(name)
     optimizer = MAKERS[name]([{"params": together[:2]}, {"params": together[2:4], "lr": 0.01, "weight_decay": 0.3}])
     optimizer.add_param_group({"params": together[4:], "lr": 0.0})
@@ -356,7 +356,7 @@ def test_a_closure_is_evaluated_with_gradients(name: str) -> None:
 
 @each
 def test_large_tensors_are_cut_for_the_caches(name: str) -> None:
-    """More than one buffer a group on a CPU; equal to one optimizer a tensor."""
+    """More than one buffer per group on a CPU; the same as one optimizer per tensor."""
     made = [torch.randn(300, 200, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in range(3)]
     together, apart = ([nn.Parameter(t.clone()) for t in made] for _ in range(2))
     optimizer = MAKERS[name](together)
@@ -371,7 +371,7 @@ def test_large_tensors_are_cut_for_the_caches(name: str) -> None:
 
 
 @each
-def test_what_it_does_not_take(name: str) -> None:
+def test_unsupported_parameters_are_refused(name: str) -> None:
     found = parameters(name)
     optimizer = MAKERS[name](found)
     found[0].grad = torch.zeros_like(found[0]).to_sparse()
@@ -390,7 +390,7 @@ def test_betas_lie_between_0_and_1(name: str) -> None:
 
 
 class Recording:
-    """CUDA's graphs in Python: what is done while one is recorded is not done, and is done at each replay."""
+    """CUDA graphs simulated in Python: work during capture is not done, and is done at each replay."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[Flat]) -> None:
         self.recorded, self._calls, real = 0, None, kind.update
@@ -425,7 +425,7 @@ class Recording:
 
 
 @pytest.mark.parametrize("kind", [Lars, Lamb, NovoGrad])
-def test_a_recorded_step_is_the_plain_one(kind, monkeypatch):
+def test_a_captured_step_equals_the_plain_one(kind, monkeypatch):
     """From the third call on a graph is replayed: with the learning rate of now, new gradients, after a change of options or of
     where the weights lie a new one, and plainly where a gradient is missing."""
     recording = Recording(monkeypatch, kind)

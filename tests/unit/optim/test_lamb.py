@@ -1,4 +1,4 @@
-"""LAMB against its formula, and against the defects of others."""
+"""LAMB compared with its formula, and tests for the defects of other implementations."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def trained(weights: list[Tensor], gradients: list[list[Tensor]], groups: list[d
 
 
 def oracle(weight: Tensor, gradients: list[Tensor], *, lr, betas=(0.9, 0.999), eps=1e-6, decay=0.0, adapt=True) -> list[float]:
-    """Number by number, in Python's floats."""
+    """One number at a time, in Python floats."""
     w = weight.flatten().tolist()
     m, v = [0.0] * len(w), [0.0] * len(w)
     for t, gradient in enumerate(gradients, 1):
@@ -61,7 +61,7 @@ def test_the_first_step_is_not_ten_times_too_large():
     torch.testing.assert_close(after, w - 0.1 * g.sign())
 
 
-def test_debiasing_is_good_in_float32():
+def test_debiasing_is_accurate_in_float32():
     w, g = torch.tensor([3.0, 4.0]), torch.tensor([0.8, -0.6])
     (after,) = trained([w], [[g]], [{"params": [0]}], lr=1.0, eps=0.0, adapt=False)
     torch.testing.assert_close(after, w - g.sign(), rtol=1e-6, atol=0)  # 1 - .999 in float32 is off by 5e-5
@@ -75,7 +75,7 @@ def test_norms_are_not_clamped_and_no_decay_keeps_the_ratio(size):
 
 
 def test_gradients_are_not_clipped():
-    """As clipping to 1 would do it: the second, larger gradient dominates the moments."""
+    """With clipping to 1 this would fail: the second, larger gradient dominates the moments."""
     w = torch.tensor([3.0, 4.0], dtype=torch.float64)
     gradients = [torch.tensor(g, dtype=torch.float64) for g in ([0.8, -0.6], [0.0, 200.0])]
     (after,) = trained([w], [[g] for g in gradients], [{"params": [0]}], lr=0.1)

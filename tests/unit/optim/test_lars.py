@@ -1,4 +1,4 @@
-"""LARS against its formula and its check vectors."""
+"""LARS compared with its formula and check vectors."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def trained(weights: list[Tensor], gradients: list[list[Tensor]], groups: list[d
 
 
 def oracle(weight: Tensor, gradients: list[Tensor], *, lr, mu, decay, eta, eps=0.0, nesterov=False, adapt=True) -> list[float]:
-    """Number by number, in Python's floats."""
+    """One number at a time, in Python floats."""
     w, b = weight.flatten().tolist(), [0.0] * weight.numel()
     for gradient in gradients:
         g = gradient.flatten().tolist()

@@ -13,7 +13,7 @@ from paceline.optim.muon import describe_split, orthogonal, split_matrices
 
 
 def oracle(weight: Tensor, gradients: list[Tensor], *, lr, mu=0.95, nesterov=True, decay=0.0, steps=5) -> Tensor:
-    """One matrix at a time, as the original has it: transposed if tall, in float64."""
+    """One matrix at a time, as in the original: transposed if tall, in float64."""
     w, b = weight.reshape(len(weight), -1).double(), torch.zeros(len(weight), weight[0].numel(), dtype=torch.float64)
     for gradient in gradients:
         g = gradient.reshape(b.shape).double()
@@ -54,7 +54,7 @@ def test_singular_values_of_a_step_are_near_one(shape):
     source = torch.Generator().manual_seed(2)
     matrices = torch.randn(6, *shape, generator=source)
     values = torch.linalg.svdvals(orthogonal(matrices))
-    if shape[0] != shape[1]:  # a square one may have singular values so near 0 that five steps do not lift them
+    if shape[0] != shape[1]:  # a square one may have singular values too close to 0 for five steps
         assert values.min() > 0.6
     assert values.median() > 0.6
     assert values.max() < 1.3
@@ -89,7 +89,7 @@ def test_vectors_are_refused():
         Muon([nn.Parameter(torch.ones(3))])
 
 
-def test_who_trains_what():
+def test_split_matrices():
     tokens, hidden, head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
     model = nn.Sequential(tokens, hidden, nn.LayerNorm(4), head)
     matrices, rest = split_matrices(model)
@@ -144,7 +144,7 @@ def test_a_pair_is_its_two_optimizers(rest):
     found, expected = train(model, optimizer, range(4)), train(other, Both(), range(4))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     start = dict(network().named_parameters())
-    biases = {"0.bias", "2.bias"}  # before batch norm, or of no use to anybody
+    biases = {"0.bias", "2.bias"}  # before batch norm, or unused
     assert all(not torch.equal(found[name], start[name]) for name in found if name not in biases)
     assert set(optimizer.state) == set(model.parameters())
 
@@ -179,7 +179,7 @@ def test_a_pair_interrupted_equals_uninterrupted(rest, way):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_pair_takes_no_more_groups_and_no_other_state():
+def test_a_pair_refuses_more_groups_and_other_state():
     model = network()
     optimizer = pair(model, "sgd")
     with pytest.raises(TypeError, match="no more parameters"):
@@ -204,12 +204,12 @@ def test_a_pair_evaluates_a_closure_once():
     assert len(calls) == 1
 
 
-def test_who_trains_what_is_said_in_a_line():
+def test_describe_split():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     assert describe_split(model, "sgd") == "muon trains 1 matrix; sgd trains norms, biases, 3.weight"
 
 
-def test_a_single_row_is_no_matrix():
+def test_a_single_row_is_not_a_matrix():
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""NovoGrad against its formula and its check vectors."""
+"""NovoGrad compared with its formula and check vectors."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def trained(weights: list[Tensor], gradients: list[list[Tensor]], groups: list[d
 def oracle(
     weight: Tensor, gradients: list[Tensor], *, lr, betas=(0.95, 0.98), eps=1e-8, decay=0.0, averaged=False
 ) -> list[float]:
-    """Number by number, in Python's floats."""
+    """One number at a time, in Python floats."""
     w = weight.flatten().tolist()
     m, v = [0.0] * len(w), None
     for gradient in gradients:
@@ -61,7 +61,7 @@ def test_fifty_steps_of_the_formula(averaged, second):
 
 @pytest.mark.parametrize("zeros", [0, 1, 2])
 def test_the_first_gradient_counts_fully_and_once(zeros):
-    """Also where zeros came before it: a step of length lr."""
+    """Also after zero gradients: a step of length lr."""
     w, g = torch.tensor([3.0, 4.0], dtype=torch.float64), torch.tensor([30.0, -40.0], dtype=torch.float64)
     steps = [[torch.zeros_like(g)]] * zeros + [[g]]
     (after,) = trained([w], steps, [{"params": [0]}], lr=0.1)
@@ -74,14 +74,14 @@ def test_the_first_gradient_counts_fully_and_once(zeros):
     assert float(optimizer.state[found]["exp_avg_sq"]) == pytest.approx(2500)
 
 
-def test_beta2_of_0_normalises_each_gradient():
+def test_beta2_of_0_normalizes_each_gradient():
     w = torch.tensor([3.0, 4.0], dtype=torch.float64)
     gradients = [torch.tensor(g, dtype=torch.float64) for g in ([3.0, 4.0], [0.0, -7.0])]
     (after,) = trained([w], [[g] for g in gradients], [{"params": [0]}], lr=0.1, betas=(0.0, 0.0))
     torch.testing.assert_close(after, w - 0.1 * torch.tensor([0.6, 0.8 - 1.0], dtype=torch.float64), rtol=1e-8, atol=1e-8)
 
 
-def test_one_value_a_layer():
+def test_one_value_per_layer():
     found = nn.Parameter(torch.ones(4, 5))
     optimizer = NovoGrad([found])
     assert optimizer.state[found]["exp_avg_sq"].shape == ()

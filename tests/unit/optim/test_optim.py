@@ -1,4 +1,4 @@
-"""Optimizers by name, which parameters decay, and whose steps are scaled to their norm."""
+"""Optimizers by name, and which parameters decay and have scaled steps."""
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ def test_decay_and_ratio_are_two_flags(model, kind, decay_all, adapt_all):
     assert (others["weight_decay"], others["adapt"]) == (0.02 if decay_all else 0.0, adapt_all)
 
 
-def test_no_decay_is_no_reason_not_to_adapt(model):
+def test_steps_are_scaled_without_weight_decay_too(model):
     made = make_optimizer(model, Config(optimizer="lars", weight_decay=0.0))
     assert [group["adapt"] for group in made.param_groups] == [True, False]
 
@@ -145,12 +145,12 @@ def test_muon_as_configured(model, rest, cls):
         assert (group["lr"], group["lr_scale"], group["weight_decay"], group["fused"]) == (0.05, 0.25, decay, True)
 
 
-def test_muons_rest_has_its_rate_unless_told(model):
+def test_muons_rest_has_the_same_learning_rate_by_default(model):
     made = make_optimizer(model, Config(optimizer="muon", base_lr=0.2))
     assert {(group["lr"], group["lr_scale"]) for group in made.param_groups} == {(0.2, 1.0)}
 
 
-def test_muon_alone_where_there_is_no_rest():
+def test_muon_alone_without_other_parameters():
     made = make_optimizer(nn.Conv2d(1, 2, 3, bias=False), Config(optimizer="muon"))
     assert isinstance(made, Muon)
 
@@ -161,7 +161,7 @@ def test_muon_needs_a_hidden_matrix():
 
 
 @pytest.mark.parametrize("kind", ["lars", "lamb", "novograd", "muon"])
-def test_sparse_gradients_are_a_mistake_to_name(kind):
+def test_sparse_gradients_are_refused_with_a_fix(kind):
     sparse = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 2))
     with pytest.raises(UsageError, match="sparse gradients"):
         make_optimizer(sparse, Config(optimizer=kind))
