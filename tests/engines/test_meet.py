@@ -21,13 +21,13 @@ def _place(rank: int, key: str) -> Place:
 
 
 @pytest.fixture
-def row(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def port_list(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The ports workers try, the same for every run and free at first."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
         each.close()
-    monkeypatch.setattr(meet, "_ROW", len(ports))
+    monkeypatch.setattr(meet, "_TRIES", len(ports))
     monkeypatch.setattr(meet, "_PORTS", 65536)
     monkeypatch.setattr(meet, "_FIRST_PORT", 0)
     monkeypatch.setattr(meet, "_hash", lambda key, i: ports[i])
@@ -35,16 +35,16 @@ def row(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def stranger(row: list[int]) -> Iterator[socket.socket]:
+def stranger(port_list: list[int]) -> Iterator[socket.socket]:
     """Another program on the first port: the system accepts connections for it, and it never answers."""
-    with socket.create_server(("127.0.0.1", row[0])) as server:
+    with socket.create_server(("127.0.0.1", port_list[0])) as server:
         yield server
 
 
-def test_workers_meet_behind_a_stranger_and_another_run(row: list[int], stranger: socket.socket) -> None:
+def test_workers_meet_behind_a_stranger_and_another_run(port_list: list[int], stranger: socket.socket) -> None:
     with ThreadPoolExecutor() as pool:
         other = pool.submit(meet.meet, _place(0, "other"), _SOON)  # on the second port: the first is the stranger's
-        wait_for(lambda: _taken(row[1]), 10, lambda: "the other run does not come up")
+        wait_for(lambda: _taken(port_list[1]), 10, lambda: "the other run does not come up")
         ours = [pool.submit(meet.meet, _place(rank, "ours"), _SOON) for rank in (1, 0)]
         guest, host = (each.result(timeout=60) for each in ours)
         assert not other.done(), "our worker is not one of the other run"
@@ -54,7 +54,7 @@ def test_workers_meet_behind_a_stranger_and_another_run(row: list[int], stranger
     assert (guest.get("whose"), other_guest.get("whose")) == (b"ours", b"the other's")
 
 
-def test_a_complete_world_is_not_found_again(row: list[int]) -> None:
+def test_a_complete_world_is_not_found_again(port_list: list[int]) -> None:
     """Two runs in turn in one srun step have the same key: the second must not join the first, whose rank 0 is still busy."""
     with ThreadPoolExecutor() as pool:
         first = [pool.submit(meet.meet, _place(rank, "step"), _SOON) for rank in (0, 1)]
@@ -82,8 +82,8 @@ def test_restarted_workers_do_not_read_the_notes_of_dead_ones() -> None:
         assert guest.result(timeout=60).get("address") == b"alive"
 
 
-def test_ports_that_are_all_taken_are_one_line(row: list[int], stranger: socket.socket) -> None:
-    servers = [socket.create_server(("127.0.0.1", port)) for port in row[1:]]
+def test_ports_that_are_all_taken_are_one_line(port_list: list[int], stranger: socket.socket) -> None:
+    servers = [socket.create_server(("127.0.0.1", port)) for port in port_list[1:]]
     try:
         with pytest.raises(PacelineError, match="are taken: set MASTER_PORT"):
             meet.meet(_place(0, "ours"), _SOON)
@@ -100,20 +100,22 @@ def test_a_taken_master_port_is_one_line(stranger: socket.socket, monkeypatch: p
         meet.meet(_place(0, "ours"), _SOON)
 
 
-def test_a_missing_worker_is_one_line(row: list[int]) -> None:
+def test_a_missing_worker_is_one_line(port_list: list[int]) -> None:
     with pytest.raises(PacelineError, match=r"rank 0 waited 1 s on 127\.0\.0\.1: only 1 of 2 workers connected"):
         meet.meet(_place(0, "ours"), timedelta(seconds=1))
 
 
-def test_a_missing_rank_0_is_one_line(row: list[int]) -> None:
+def test_a_missing_rank_0_is_one_line(port_list: list[int]) -> None:
     with pytest.raises(PacelineError, match=r"worker 1 did not find rank 0 on 127\.0\.0\.1 within 1 s"):
         meet.meet(_place(1, "ours"), timedelta(seconds=1))
 
 
-def test_the_row_differs_between_runs_and_stays_below_outgoing_ports() -> None:
-    rows = [[meet._FIRST_PORT + meet._hash(key, i) % meet._PORTS for i in range(meet._ROW)] for key in ("srun-1.0", "srun-1.1")]
-    assert rows[0] != rows[1]
-    assert all(1024 <= port < 32768 for row in rows for port in row)
+def test_the_ports_differ_between_runs_and_stays_below_outgoing_ports() -> None:
+    lists = [
+        [meet._FIRST_PORT + meet._hash(key, i) % meet._PORTS for i in range(meet._TRIES)] for key in ("srun-1.0", "srun-1.1")
+    ]
+    assert lists[0] != lists[1]
+    assert all(1024 <= port < 32768 for port_list in lists for port in port_list)
 
 
 def _taken(port: int) -> bool:
