@@ -87,7 +87,7 @@ def measure(world: World, model: str, rounds: int, folder: Path) -> dict[str, An
         for every in ("0", str(EVERY)) if number % 2 else (str(EVERY), "0"):
             options = {"epochs": 1, "model": model, "reference_batch": PART_BATCH, "checkpoint_every": every}
             run = build(*tasks.resolve("fashion-mnist-mini", options), world)
-            keeper = Timed(run, folder if world.speaks else None)
+            keeper = Timed(run, folder if world.is_main else None)
             times[every] = fit(run, (), keeper).train_time_s
             if every != "0":
                 stalls = keeper.stalls_s
@@ -98,7 +98,7 @@ def measure(world: World, model: str, rounds: int, folder: Path) -> dict[str, An
                 "step_s": times["0"] / run.sampler.steps,
             }
             rows.append(row)
-            if world.speaks:
+            if world.is_main:
                 print(f"{model}, {number}/{rounds}: " + ", ".join(f"{k} {1e3 * v:.2f} ms" for k, v in row.items()), flush=True)
     size = max((path.stat().st_size for path in folder.glob("step-*")), default=0)
     return {"bytes": size, "rows": rows}

@@ -288,7 +288,7 @@ def _parameter_costs(world: World, repeats: int, folder: Path) -> Found:
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad * 1e-3
         flat, reducer = torch.cat([grad.flatten() for grad in grads]), ExactReducer(parameters, parts=2)
-        keeper = Keeper(run, folder / str(width) if world.speaks else None)
+        keeper = Keeper(run, folder / str(width) if world.is_main else None)
         progress = Progress(result=Result(status="", metrics={}))
 
         def checkpoint(keeper: Keeper = keeper, progress: Progress = progress) -> None:

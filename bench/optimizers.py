@@ -86,7 +86,7 @@ def prepare(args: argparse.Namespace, way: str) -> dict[str, Callable[[], Any]]:
     for name in OURS:
         optimizer = make_optimizer(network(args), Config(optimizer=name, base_lr=1e-4))
         for each in getattr(optimizer, "inner", (optimizer,)):
-            each.records = way == "eager"  # as those who use the class by itself have it
+            each.uses_graph = way == "eager"  # as those who use the class by itself have it
         if on_gpu:  # as in Paceline's loop; a lr in a tensor is what a graph can be told anew
             for group in optimizer.param_groups:
                 group["lr"] = torch.tensor(1e-4, device=args.device)

@@ -90,7 +90,7 @@ def measure(world: World, model: str, rounds: int) -> dict[str, Any]:
                 row[kind] = fit(run, ()).samples_per_s
         if number:
             rows.append(row)
-            if world.speaks:
+            if world.is_main:
                 print(f"{model}, {number}/{rounds}: " + ", ".join(f"{kind} {row[kind]:,.0f}" for kind in KINDS), flush=True)
     parameters = list(models.build(model, **IMAGES).parameters())
     values = sum(parameter.numel() for parameter in parameters)

@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 from paceline import __version__
 from paceline.config import add_flags, check_options
 from paceline.dist.launch import INTERRUPTED, start_as_worker
-from paceline.dist.messages import headline, is_lost_contact, report_done, report_failure
+from paceline.dist.messages import headline, is_lost_contact, send_failure, send_finished
 from paceline.dist.place import read_place
 from paceline.dist.process import exit_now
-from paceline.dist.watch import claim_process
+from paceline.dist.watch import mark_own_process
 from paceline.errors import PacelineError, Stopped, UsageError, printable, refuse_exit, unknown
 from paceline.loading import pause_collector
 from paceline.output import close_output, is_terminal, open_output, reader_is_gone, warn
@@ -43,13 +43,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """
     argv = sys.argv[1:] if argv is None else argv
     open_output(protected=list(argv[:1]) == ["train"])
-    claim_process()
+    mark_own_process()
     start_as_worker()
     pause_collector()
     code = run(argv)
     close_output()
     if code == 0:
-        report_done()
+        send_finished()
     if "torch" in sys.modules:
         exit_now(code)
     sys.exit(code)
@@ -138,7 +138,7 @@ def _explain(error: Exception) -> int:
     with suppress(UsageError):  # the error may be about the place itself
         place = read_place()
     rank = place.rank if place else 0
-    if place and place.launcher == "paceline" and report_failure(rank, error):
+    if place and place.launcher == "paceline" and send_failure(rank, error):
         return error.exit_code if isinstance(error, PacelineError) else 1
     prefix = f"paceline: worker {rank}: " if place and place.size > 1 else "paceline: "
     if isinstance(error, UsageError | Stopped) and rank != 0:

@@ -173,14 +173,14 @@ def test_a_class_by_itself_replays_its_own_graph(kind: type[Flat]) -> None:
         torch.manual_seed(0)
         parameters = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((16, 3, 3, 3), (32, 16), (32, 16))]
         optimizer = kind(parameters, lr=0.01)
-        optimizer.records = records
+        optimizer.uses_graph = records
         for step in range(6):
             source = torch.Generator("cuda").manual_seed(step)
             for parameter in parameters:
                 parameter.grad = torch.randn(parameter.shape, generator=source, device="cuda")
             set_lr(optimizer, 0.01 / (1 + step))
             optimizer.step()
-        assert (optimizer._record.graph is not None) is records
+        assert (optimizer._capture.graph is not None) is records
         found.append([parameter.detach().clone() for parameter in parameters])
     for one, other in zip(*found, strict=True):
         tolerance = 1e-3 if kind is Muon else 1e-6

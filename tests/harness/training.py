@@ -79,7 +79,7 @@ def train_in(world: World, task: Task, options: dict[str, Any], folder: Path | N
     """
     run = build(task, make_config(task.defaults, {"log_every": 1, **options}), world)
     watcher = Watcher()
-    result = fit(run, [watcher], Keeper(run, folder if world.speaks else None, watcher.say, resumes))
+    result = fit(run, [watcher], Keeper(run, folder if world.is_main else None, watcher.say, resumes))
     weights = {name: tensor.cpu().numpy().copy() for name, tensor in run.step.model.state_dict().items()}
     state = {
         f"{number}.{name}": torch.as_tensor(value).cpu().numpy().copy()

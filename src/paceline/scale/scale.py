@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.config import Config, make_config, to_flags
 from paceline.dist.launch import launch
-from paceline.dist.place import cores, read_place
+from paceline.dist.place import core_count, read_place
 from paceline.errors import PacelineError, RecordError, UsageError
 from paceline.files import write_file
 from paceline.records import environment, name_for
@@ -91,12 +91,12 @@ def _threads(most: int, found: Mapping[str, Any], folder: Path) -> int:
     with keeps those it has.
     """
     before = next((int(count["threads"]) for count in found.get("counts", []) if count.get("threads")), None)
-    if before is not None and most * before > cores() and before > 1:
+    if before is not None and most * before > core_count() and before > 1:
         raise UsageError(
-            f"{folder} measured workers of {before} threads each, too many for {most} workers on {cores()} cores:"
+            f"{folder} measured workers of {before} threads each, too many for {most} workers on {core_count()} cores:"
             " measure all counts in one command, under another --name"
         )
-    return before or max(1, cores() // most)
+    return before or max(1, core_count() // most)
 
 
 def parse_counts(text: str) -> list[int]:
@@ -143,9 +143,9 @@ def _measure_there(task: str, options: Mapping[str, Any], how: Mapping[str, Any]
     outcome = launch(["scale", task, *to_flags(options), *own], where)
     if outcome.exit_code == 0:
         return
-    if outcome.report is None:
+    if outcome.failure is None:
         raise KeyboardInterrupt
-    error = PacelineError(outcome.report.text)
+    error = PacelineError(outcome.failure.text)
     error.exit_code = outcome.exit_code
     raise error
 

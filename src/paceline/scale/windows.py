@@ -37,7 +37,7 @@ def measure_here(task_name: str, options: Mapping[str, Any], how: Mapping[str, A
         task, config = tasks.resolve(task_name, options)
         with same_bits(config):
             found = measure(lambda profile: build(task, replace(config, profile=profile), here), how)
-        return {**found, "unit": task.unit} if here.speaks else None
+        return {**found, "unit": task.unit} if here.is_main else None
 
 
 def measure(make: Callable[[bool], Run], how: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _begin(run: Run, how: Mapping[str, Any]) -> tuple["_Work", int]:
     run.step.clock.on = False
     work.window(_WARM_UP)
     step_s = work.window(_WARM_UP) / _WARM_UP
-    return work, int(run.world.share(max(5, round(how["window_s"] / step_s))))
+    return work, int(run.world.broadcast(max(5, round(how["window_s"] / step_s))))
 
 
 class _Work:

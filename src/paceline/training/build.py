@@ -19,7 +19,7 @@ from paceline.core.parts import Grouping, Pass, choose_grouping, deal_parts, mea
 from paceline.core.sampler import Sampler
 from paceline.core.sync_norm import replace_sync_batch_norms
 from paceline.data.loaders import Arrays, Loader, Resident, make_loader
-from paceline.dist.agree import agreed, check_agreement
+from paceline.dist.agree import any_reason, check_agreement
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
@@ -97,7 +97,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
     trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world)
     model, grouping, notes = _make_model(trial)
     loaders = [
-        make_loader(data, config.loader, task.prepare, world.device, config.loader_workers, config.seed, world.cores)
+        make_loader(data, config.loader, task.prepare, world.device, config.loader_workers, config.seed, world.node_cores)
         for data in (train, validation)
     ]
     if suits_channels_last(model, config, sampler.global_batch // sampler.parts):
@@ -157,7 +157,7 @@ def _make_model(trial: Trial) -> tuple[nn.Module, Grouping, tuple[str, ...]]:
     why, note = trial.try_prepare() if parts > 1 else ("", "")
     notes += (note,) if note else ()
     if grouping.at_once > 1 and not grouping.one_pass:
-        why = agreed(world, why or trial.try_model(model))
+        why = any_reason(world, why or trial.try_model(model))
         if why and config.parts_at_once:
             notes += (f"--parts-at-once {config.parts_at_once}: {why}, so the model depends on the number of workers",)
         elif why:
@@ -232,7 +232,7 @@ def suits_channels_last(model: nn.Module, config: Config, part_batch: int) -> bo
 def _lay_out_channels_last(model: nn.Module, trial: Trial) -> tuple[str, ...]:
     """Change the layout in place, and back where a user's own net does not take it; says so. Collective: call on every rank."""
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    why = agreed(trial.world, "" if trial.task.model is None else trial.why_not_channels_last(model))
+    why = any_reason(trial.world, "" if trial.task.model is None else trial.why_not_channels_last(model))
     if not why:
         return ()
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]

@@ -111,7 +111,7 @@ def _agree_on_items(data: Dataset[Any], which: str, config: Config, world: World
     read = partial(_hash_items, data, samples, config.seed)
     hashes = in_child(read) if config.loader_workers else None
     rows = world.gather(read() if hashes is None else hashes)  # read here, a mistake in the Dataset shows as it is
-    found = world.share(_compare(rows) if rows else None)
+    found = world.broadcast(_compare(rows) if rows else None)
     if found["differs"] is not None:
         item, rank = found["differs"]
         raise WorkersDisagree(

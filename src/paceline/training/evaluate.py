@@ -58,7 +58,7 @@ class Validation:
             rows.append(self._graph(given).clone() if self._graph and replays else self._rows(given, len(chunk)))
         model.train(was_training)
         step.mark(step.now, "reduce")
-        names = tuple(world.share(self._names))  # a worker without a chunk has seen none
+        names = tuple(world.broadcast(self._names))  # a worker without a chunk has seen none
         _check_names(self._names or names, names)
         table = torch.zeros(len(names), self._samples, device=world.device)
         for chunk, values in zip(self._mine, rows, strict=True):

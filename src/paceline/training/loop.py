@@ -266,7 +266,7 @@ class _Fit:
         if self.stop_wished:
             why = (self.watch and self.watch.why_stop()) or "a signal to another worker"
             # Whoever ends first ends the others: all wait until rank 0 has written it.
-            saved, why = self.run.world.share([self.keeper.wait(), why] if self.run.world.speaks else None)
+            saved, why = self.run.world.broadcast([self.keeper.wait(), why] if self.run.world.is_main else None)
             written = (
                 "a checkpoint is written, and the same command with --resume goes on" if saved else "no checkpoint is written"
             )

@@ -78,7 +78,7 @@ def choose_precision(config: Config, world: World, try_it: Try | None = None) ->
     if config.precision == "fp32":
         return "fp32", ()
     looks = world.gather(_look(config, world, try_it or try_bf16))
-    found = world.share(_decide(config.precision, looks) if looks else None)
+    found = world.broadcast(_decide(config.precision, looks) if looks else None)
     if found["error"]:
         raise UsageError(found["error"])
     return "bf16" if found["bf16"] else "fp32", tuple(found["notes"])

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.config import Config, make_config, to_flags
 from paceline.core.sampler import check_divides
 from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, launch
-from paceline.dist.messages import report_record
+from paceline.dist.messages import send_record_path
 from paceline.dist.place import Place, check_workers, read_place
 from paceline.dist.watch import Watch
 from paceline.dist.world import World, world
@@ -162,7 +162,7 @@ def _train_here(task: str | Task, options: Mapping[str, Any], place: Place, told
     where = _where(options)
     load_rest()
     with world(where.backend, where.timeout_s + _AFTER_WATCH_S) as here:
-        told = here.share((told or _what_to_resume(task, where, place, here.recall())) if here.speaks else None)
+        told = here.broadcast((told or _what_to_resume(task, where, place, here.read_restart_note())) if here.is_main else None)
         if "ended" in told:
             return Result.read(told["ended"])
         if told["options"].get("precision") and options.get("precision") == "auto":
@@ -177,11 +177,11 @@ def _train_here(task: str | Task, options: Mapping[str, Any], place: Place, told
             check_tensorboard()
         record = Path(told["record"]) if told["record"] else None
         with build(task, config, here) as run, Watch(here.rank, config.timeout_s, config.grace_s) as watch:
-            if here.speaks:
+            if here.is_main:
                 return _speak(run, task, given, record, watch)
-            path = Path(here.share(None))
+            path = Path(here.broadcast(None))
             if here.local_rank == 0:
-                report_record(path)  # every node's launcher may have to start again from it
+                send_record_path(path)  # every node's launcher may have to start again from it
             return fit(run, (), Keeper(run, resumes=record is not None), watch)
 
 
@@ -211,8 +211,8 @@ def _speak(run: Run, task: Task, given: str, old: Path | None, watch: Watch) -> 
     name = config.name or f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     lost = old is not None and not (old / "metrics.jsonl").exists()
     record = Record.reopen(old) if old is not None else Record(config.runs_dir, name)
-    report_record(Path(run.world.share(str(record.path.resolve()))))
-    run.world.note(str(record.path.resolve()))
+    send_record_path(Path(run.world.broadcast(str(record.path.resolve()))))
+    run.world.write_restart_note(str(record.path.resolve()))
     odd = count_odd_lines(record.path)
     metrics = record.path / "metrics.jsonl"
     notes = [f"{metrics} is missing: the rows before this resume are lost"] if lost else []
@@ -238,9 +238,9 @@ def _train_there(task: str, options: Mapping[str, Any], where: Config) -> Result
     if where.node_id == 0:  # where rank 0 wrote it
         with suppress(OSError, ValueError):  # a full disk must not hide what happened
             _close(outcome)
-    if outcome.report is None:
+    if outcome.failure is None:
         raise _stopped(outcome)
-    raise WorkerFailed(outcome.report.text, outcome.exit_code)
+    raise WorkerFailed(outcome.failure.text, outcome.exit_code)
 
 
 def _stopped(outcome: Outcome) -> Stopped:
@@ -254,12 +254,12 @@ def _stopped(outcome: Outcome) -> Stopped:
 
 
 def _close(outcome: Outcome) -> None:
-    refused = outcome.report is not None and outcome.report.text.startswith(REFUSED)  # the record says what it said
+    refused = outcome.failure is not None and outcome.failure.text.startswith(REFUSED)  # the record says what it said
     if outcome.record is not None and not refused:
         stopped = outcome.exit_code in (INTERRUPTED, STOPPED)
         why = (
-            outcome.report.text.partition("\nTraceback ")[0]
-            if outcome.report is not None
+            outcome.failure.text.partition("\nTraceback ")[0]
+            if outcome.failure is not None
             else "stopped before a checkpoint could be written"
         )
         close_cut_short(outcome.record, "interrupted" if stopped else "failed", why)

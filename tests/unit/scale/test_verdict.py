@@ -139,7 +139,7 @@ def test_counts_of_one_record_differ_in_workers_alone(mode: str, other: dict[str
 
 
 def test_what_a_record_has_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale, "cores", lambda: 4)
+    monkeypatch.setattr(scale, "core_count", lambda: 4)
     here, found = Path("runs/s"), {"counts": [{"threads": 2, "virtual_workers": 6, "global_batch": 384}]}
     assert scale._threads(2, {}, here) == 2
     assert scale._threads(3, {}, here) == 1

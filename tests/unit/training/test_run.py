@@ -20,7 +20,7 @@ from harness.processes import children
 from harness.training import blobs
 from paceline.config import make_config
 from paceline.dist.launch import Outcome
-from paceline.dist.messages import Report
+from paceline.dist.messages import Failure
 from paceline.errors import PacelineError, UsageError
 from paceline.records import read_metrics, read_result
 from paceline.report.page import report_verb
@@ -182,8 +182,8 @@ def test_a_damaged_result_is_said_once(runs: Path, capsys: Any) -> None:
 
 
 def test_a_record_that_the_launcher_closes_says_why_without_the_traceback(tmp_path: Path) -> None:
-    report = Report(1, 0.0, 1, "worker 1 failed first: ValueError: bad\nTraceback (most recent call last):\nValueError: bad")
-    run._close(Outcome(exit_code=1, report=report, record=tmp_path))
+    failure = Failure(1, 0.0, 1, "worker 1 failed first: ValueError: bad\nTraceback (most recent call last):\nValueError: bad")
+    run._close(Outcome(exit_code=1, failure=failure, record=tmp_path))
     assert read_result(tmp_path) == {"status": "failed", "why": "worker 1 failed first: ValueError: bad"}
 
 

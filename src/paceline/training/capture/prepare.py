@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.core.parts import Pass
 from paceline.data.loaders import Inputs
-from paceline.dist.agree import agreed
+from paceline.dist.agree import any_reason
 from paceline.errors import PacelineError
 from paceline.training.build import Run
 from paceline.training.capture.graph import Body, Graph, compiler, first_line, watch
@@ -97,11 +97,11 @@ class _Trials:
         self.kept = _Kept(step)
         for _ in range(_warm_ups(run)):
             before = self._plain(full)
-        why = agreed(run.world, self._two_seeds(full))  # before anything else that only some workers might do
+        why = any_reason(run.world, self._two_seeds(full))  # before anything else that only some workers might do
         if why:
             return why
         expected, why = self._watch(full, before)
-        why = agreed(run.world, why)
+        why = any_reason(run.world, why)
         if why:
             return why
         compiled, plain, not_compiled = None, None, "exact mode"
@@ -177,7 +177,7 @@ class _Trials:
         except Exception as error:  # whatever cannot be recorded: the plain step is there
             why = first_line(error)
         self._put_back()
-        why = agreed(self.run.world, why)
+        why = any_reason(self.run.world, why)
         if why and self.run.world.size > 1 and self.run.config.reduce == "fast":
             raise PacelineError(f"the step could not be recorded as a CUDA graph ({why}): start again with --fast off")
         if graph is None or why:
@@ -186,7 +186,7 @@ class _Trials:
         found = self._outcome(graph(case.inputs))
         if not found.is_like(expected, 0.05):
             why = f"replayed, its loss is {found.loss:.5g} and not {expected.loss:.5g}, or it moves the weights otherwise"
-        why = agreed(self.run.world, why)
+        why = any_reason(self.run.world, why)
         return (None if why else graph), why
 
     def _record_compiled(self, case: _Case, expected: "_Outcome") -> tuple[Graph | None, str]:
@@ -201,7 +201,7 @@ class _Trials:
         except Exception as error:  # whatever the compiler trips over: the plain step is there
             why = f"{type(error).__name__}: {first_line(error)}"
         self._put_back()
-        why = agreed(self.run.world, why)
+        why = any_reason(self.run.world, why)
         return (None, why) if why else self._record(case, expected, loss)
 
     def _is_long(self, case: _Case, graph: Graph) -> bool:
@@ -213,7 +213,7 @@ class _Trials:
         torch.cuda.synchronize()
         left_s = _steps_left(self.step, self.at) * (time.perf_counter() - begin) / _TIMED
         self._put_back()
-        return bool(self.run.world.share(left_s > COMPILE_PAYS_S))
+        return bool(self.run.world.broadcast(left_s > COMPILE_PAYS_S))
 
     def _tails(self) -> dict[int, tuple[_Case, Graph]]:
         """The epoch's last steps, plain: launched one by one, two of them cost as much as ten full ones of batch 128."""
@@ -222,7 +222,7 @@ class _Trials:
             return {}
         for number in range(sampler.full_steps, sampler.steps):
             case = self._case(number)
-            if agreed(self.run.world, self._two_seeds(case)):
+            if any_reason(self.run.world, self._two_seeds(case)):
                 continue
             with _tuned(False):
                 graph, _ = self._record(case, self._plain(case))

@@ -108,7 +108,7 @@ class Keeper:
             return None
         checkpoint = None if self._folder is None else load_latest(self._folder, self._say)
         world, step = self._run.world, self._run.step
-        facts = world.share(checkpoint.facts if checkpoint else None)
+        facts = world.broadcast(checkpoint.facts if checkpoint else None)
         if facts is None:
             return None
         _check_identity(facts["identity"], self._identity)
@@ -228,7 +228,7 @@ def _broadcast(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]
     """Rank 0's tensors on every worker: the record's folder need not be within everybody's reach."""
     if world.size == 1:
         return dict(tensors)
-    described = world.share([[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()])
+    described = world.broadcast([[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()])
     received = {}
     for name, dtype, shape in described:
         kind = getattr(torch, dtype)

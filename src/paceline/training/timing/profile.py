@@ -46,7 +46,7 @@ class Profile:
         self._clock.follows_buckets = False
         workers = self._world.gather([_plain(each, self._names) for each in self._taken])
         self._taken = []
-        if not self._world.speaks:
+        if not self._world.is_main:
             return None
         how = {"backend": self._world.backend, "reduce": self._step.config.reduce}
         return make_timeline(workers, {**how, "replayed": self._step.captured is not None})
