@@ -110,7 +110,7 @@ def test_a_missing_rank_0_is_one_line(port_list: list[int]) -> None:
         meet.meet(_place(1, "ours"), timedelta(seconds=1))
 
 
-def test_the_ports_differ_between_runs_and_stays_below_outgoing_ports() -> None:
+def test_the_ports_differ_between_runs_and_stay_below_outgoing_ports() -> None:
     lists = [
         [meet._FIRST_PORT + meet._hash(key, i) % meet._PORTS for i in range(meet._TRIES)] for key in ("srun-1.0", "srun-1.1")
     ]
