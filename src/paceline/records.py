@@ -120,7 +120,7 @@ class Record:
         self.row({"kind": "resume", "step": step, **about})
         if not rows and (self.path / "course.csv").stat().st_size:
             return  # metrics.jsonl was lost: keep these lines, because they cannot be rebuilt
-        epochs = [row for row in rows if row["kind"] == "epoch" and not _is_repeated(row, step)]
+        epochs = [row for row in rows if row["kind"] == "epoch" and not is_repeated(row, step)]
         with _explained(self.path):
             self._csv.file.truncate(0)  # in place: a full disk has no room for a second file; the lines are held in memory
             self._csv.append(_CSV_HEADER + "".join(map(_csv_line, epochs)))
@@ -221,7 +221,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for row in filter(None, map(_parse_row, _lines(path))):
         if row["kind"] == "resume":
-            rows = [old for old in rows if not _is_repeated(old, row["step"])]
+            rows = [old for old in rows if not is_repeated(old, row["step"])]
         rows.append(row)
     return rows
 
@@ -247,7 +247,7 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
     return row if has_step or (row["kind"] != "resume" and "step" not in row) else None
 
 
-def _is_repeated(row: Mapping[str, Any], resumed_at: int) -> bool:
+def is_repeated(row: Mapping[str, Any], resumed_at: int) -> bool:
     """Whether a run resumed at this step writes this row again.
 
     An epoch that ends at that step is repeated: the checkpoint was written before its validation.
