@@ -1,6 +1,8 @@
 """The verdict at the end of `paceline scale`: it names the component of a step's time that grew."""
 
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +164,23 @@ def test_training_options_of_a_recipe_are_dropped() -> None:
 def test_counts() -> None:
     assert parse_counts("4,1,2,2") == [1, 2, 4]
     assert parse_counts("") == []
+
+
+def test_the_progress_bar_is_only_for_terminals(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    with scale._bar([1, 2]) as counts:
+        assert list(counts) == [1, 2]
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        with scale._bar([1, 2]) as counts:
+            for _ in counts:
+                print("a line", flush=True)
+        os.write(theirs, b"end")  # so that there is something to read in any case
+        shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "counts measured" in shown
+    assert "0/2" in shown
+    assert "a line" not in shown
+    assert capfd.readouterr() == ("a line\na line\n", ""), "stdout is not a terminal: it still gets the lines"
