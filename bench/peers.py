@@ -197,7 +197,7 @@ def _spread(found: dict[str, Any], name: str, digits: str) -> str:
 
 
 def choose_loaders(arm: str, common: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """How many DataLoader processes a worker of this arm uses, and the trial that decided it."""
+    """The number of DataLoader processes per worker of this arm, and the trial that decided it."""
     if arm == "paceline":
         return {"loaders": 0}  # it keeps the data on the device
     if args.loaders is not None or args.device == "cuda":

@@ -76,13 +76,13 @@ SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
 README = """\
 # fashion-mnist-mini
 
-A real, stratified part of Fashion-MNIST: 6,000 training and 1,000 test images, 28 x 28 grey, 10 classes.
+A real, stratified subset of Fashion-MNIST: 6,000 training and 1,000 test images, 28 x 28 gray, 10 classes.
 
 `tools/make_mini.py` takes the first 600 training and the first 100 test images of each class, keeps their original order and
 writes them as gzipped IDX files under the names of the full set. Nothing else is changed.
 
 Fashion-MNIST is by Han Xiao, Kashif Rasul and Roland Vollgraf: *Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine
-Learning Algorithms*, 2017, arXiv:1708.07747. It is under the MIT licence, which lies beside these files as `LICENSE`.
+Learning Algorithms*, 2017, arXiv:1708.07747. It is under the MIT license, in `LICENSE` in this folder.
 """
 
 

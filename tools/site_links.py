@@ -1,4 +1,4 @@
-"""Hook of mkdocs.yml: pages may link to files outside docs/, and those files become part of the site.
+"""Hook of mkdocs.yml: pages may link to files outside docs/, which become part of the site, and load nothing remote.
 
 The pages are also read in the repository, where `../bench/results/reduce.json` is a good link. Here `../` is removed, the file
 is copied to the same path below the site, and Markdown files at the top (ARCHITECTURE.md, ...) become pages. A link to a folder
@@ -9,10 +9,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")  # not https:, not an anchor of the same page
+REMOTE = re.compile(r"""<(?:script|img|link|iframe)[^>]+(?:src|href)=["']?(?:https?:)?//[^>]*>""")
 PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 
@@ -35,6 +37,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return text if target.is_dir() else f"[{text}]({_uri(target)}{anchor})"
 
     return LINK.sub(rewrite, markdown)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Fail if the page loads anything from another site: pages must work offline."""
+    if remote := REMOTE.search(output):
+        raise PluginError(f"{page.file.src_uri} loads a remote file: {remote[0]}")
+    return output
 
 
 def _targets(page: File) -> list[Path]:
