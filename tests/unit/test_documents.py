@@ -203,6 +203,7 @@ def test_own_loop_diff_is_that_of_the_examples() -> None:
     if not (before.exists() and after.exists()):
         return
     lines = difflib.unified_diff(before.read_text().splitlines(), after.read_text().splitlines(), lineterm="", n=1)
-    diff = "\n".join(["```diff", *list(lines)[2:], "```"])
+    hunks = [" ..." if line.startswith("@@") else line for line in lines][3:]  # without file names and the first hunk's header
+    diff = "\n".join(["```diff", *hunks, "```"])
     for text in ((ROOT / "README.md").read_text(), page("own-loop")):
         assert f"<!-- own-loop diff: begin -->\n{diff}\n<!-- own-loop diff: end -->" in text
