@@ -55,5 +55,6 @@ def _resolve(page: File, link: str) -> Path:
 
 
 def _uri(path: Path) -> str:
-    """The path in the site: docs/ is its top."""
-    return path.relative_to(ROOT).as_posix().removeprefix("docs/")
+    """The path in the site: docs/ is its top, and its home page stands in for README.md."""
+    name = path.relative_to(ROOT).as_posix()
+    return "index.md" if name == "README.md" else name.removeprefix("docs/")
