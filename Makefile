@@ -3,9 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: help setup demo test check format bench bench-gpu bench-plan images soak clean
+.PHONY: help setup demo test check format docs bench bench-gpu bench-plan images soak clean
 
-help:  ## what there is to make
+help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(READY)  ## .venv with everything pinned
@@ -14,7 +14,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Paceline needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[board,dev,trackers]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[board,dev,docs,trackers]'
 	touch $(READY)
 
 demo: setup  ## train on 2 local workers and write the report, about a minute
@@ -29,15 +29,20 @@ else
 	$(BIN)/python -m pytest tests/ranks tests/engines tests/gpu
 endif
 
-check: setup  ## lint, format, types, who imports whom
+check: setup  ## lint, format, types, layers of imports, English
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_english.py
 
 format: setup  ## rewrite files to house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup  ## the site from docs/ with the API reference, in site/; works offline
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo open site/index.html
 
 bench: setup  ## measure on CPUs: workers, exact sums, checkpoints, start-up, growth; rewrites bench/results, 30 minutes
 	$(BIN)/python bench/workers.py
@@ -53,15 +58,15 @@ bench-gpu: setup  ## measure on a GPU: peers, overhead, limit, time to 94%; rewr
 	$(BIN)/python bench/limit.py
 	$(BIN)/python bench/speedrun.py
 
-bench-plan: setup  ## predicted speeds against measured ones, on shaped links too (as root), 20 minutes; rewrites bench/results
+bench-plan: setup  ## compare predicted with measured speeds, also on shaped links (as root), 20 minutes; rewrites bench/results
 	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/timing.py
 
-images: setup  ## take the pictures in docs/img anew, 3 minutes
+images: setup  ## take the pictures in docs/img again, 3 minutes
 	$(BIN)/python tools/screenshots.py
 
-soak: setup  ## kill a run 50 times and compare it with one left alone, about 10 minutes; rewrites bench/results/soak.json
+soak: setup  ## kill a run 50 times and compare it with an uninterrupted one, about 10 minutes; rewrites bench/results/soak.json
 	$(BIN)/python bench/soak.py
 
 clean:  ## remove .venv and caches (records in runs/ stay)
-	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info
+	rm -rf .venv build site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info

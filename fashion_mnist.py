@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The course's training script: same flags, same printed fields, on Paceline.
+"""The course's training script on Paceline, with the same flags and the same printed fields (docs/course.md).
 
     python3 fashion_mnist.py --epochs 3 --num-gpus 1 --batch-size 128
     python3 fashion_mnist.py --num-gpus 4 --base-lr 0.08 --batch-size 256
 
-Here, as in the course, the batch size is per GPU, the learning rate is applied as given, and warm-up moves once an epoch from
-base-lr / GPUs. Where there are no GPUs it trains on that many CPU workers, with a small model unless one is named.
+As in the course, the batch size is per GPU, the learning rate is used as given, and warm-up moves once per epoch, starting at
+base-lr / GPUs. Without GPUs it trains on that many CPU workers, with a small model unless you name one.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def main() -> int:
-    """Translate the course's flags into Paceline's, and train; errors are one line."""
+    """Translate the course's flags into Paceline's options and train; errors are one line."""
     _find_paceline()
     from paceline.errors import PacelineError
 
@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def run(argv: list[str]) -> None:
-    """Choose model and data for this machine, say so, and train."""
+    """Choose model and data for this machine, print the choice, and train."""
     from paceline.data import fashion_mnist
     from paceline.data.verb import DownloadProgress
     from paceline.errors import DataError
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> None:
         if data_dir:
             raise
         print(
-            f"the full Fashion-MNIST is not to be had, so this trains on the mini set that ships with Paceline: {error}",
+            f"the full Fashion-MNIST is not available, so this trains on the mini set that ships with Paceline: {error}",
             flush=True,
         )
         task = "fashion-mnist-mini"
@@ -96,19 +96,19 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
     parser = Parser(description="Train a model on Fashion-MNIST on any number of GPUs.", allow_abbrev=False)
     parser.add_argument("--batch-size", type=int, default=32, help="batch per GPU [32]")
-    parser.add_argument("--epochs", type=int, default=40, help="epochs at most [40]")
-    parser.add_argument("--base-lr", type=float, default=0.01, help="learning rate, applied as given [0.01]")
+    parser.add_argument("--epochs", type=int, default=40, help="maximum number of epochs [40]")
+    parser.add_argument("--base-lr", type=float, default=0.01, help="learning rate, used as given [0.01]")
     parser.add_argument(
         "--target-accuracy", type=float, default=0.85, help="stop when validation accuracy reaches this [0.85] ..."
     )
-    parser.add_argument("--patience", type=int, default=2, help="... in so many epochs in a row [2]")
+    parser.add_argument("--patience", type=int, default=2, help="... in this many epochs in a row [2]")
     parser.add_argument("--num-nodes", type=int, default=1, help="nodes [1]; node 0 is at $MASTER_ADDR:$MASTER_PORT")
     parser.add_argument("--node-id", type=int, default=0, help="which node this is [0]")
     parser.add_argument("--num-gpus", type=int, default=1, help="GPUs (or CPU workers) on this node [1]")
-    parser.add_argument("--momentum", type=float, default=0.9, help="SGD's momentum [0.9]")
+    parser.add_argument("--momentum", type=float, default=0.9, help="momentum of SGD [0.9]")
     parser.add_argument("--warmup-epochs", type=int, default=5, help="epochs of warm-up with more than one GPU [5]")
     parser.add_argument("--model", default="", help="any of Paceline's models [course_wide_resnet on GPUs, cnn on CPUs]")
-    parser.add_argument("--data-dir", default="", help="folder that holds Fashion-MNIST")
+    parser.add_argument("--data-dir", default="", help="folder with Fashion-MNIST")
     parser.add_argument("--runs-dir", default="runs", help="folder for the record [runs]")
     parser.add_argument("--seed", type=int, default=0, help="all randomness follows from it [0]")
     args, rest = parser.parse_known_args(argv)
@@ -121,7 +121,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _find_paceline() -> None:
-    """Use the environment `make setup` made where the Python at hand has no Paceline."""
+    """If this Python has no Paceline, use the environment that `make setup` made."""
     try:
         import paceline  # noqa: F401
     except ImportError:

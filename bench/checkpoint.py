@@ -1,11 +1,11 @@
-"""What checkpoints cost: the time each one adds to training on 2 CPU workers, and what that is at the default of one a minute.
+"""What a checkpoint costs: the time it adds to training on 2 CPU workers, and the overhead at the default of one per minute.
 
     python bench/checkpoint.py [--rounds 9] [--models cnn mlp:width=1024] [--out bench/results/checkpoint.json]
 
-Epochs with a checkpoint every few steps and epochs without any take turns in the same two processes; the difference of two
-neighbouring epochs, divided by the checkpoints written, is what one adds (the copy, the gathering of statistics, and the
-writer's competing for the core while training goes on). It may come out below zero where noise is larger than the cost.
-`stall` is what the training thread itself spends on one, by the clock.
+Epochs with a checkpoint every few steps and epochs without take turns in the same two processes. The difference between two
+adjacent epochs, divided by the number of checkpoints written, is what one checkpoint adds: the copy, the gathering of
+statistics, and the writer's share of the core while training continues. It can be below zero if noise is larger than the cost.
+`stall` is the wall-clock time that the training thread itself spends on one checkpoint.
 """
 
 import argparse
@@ -28,7 +28,7 @@ WORKERS, PART_BATCH, EVERY, DEFAULT_S = 2, 128, 6, 60.0
 
 
 class Timed(Keeper):
-    """A keeper that notes how long it holds up training."""
+    """A keeper that measures how long it stops training."""
 
     def save(self, progress: Progress) -> None:
         begin = _now()
@@ -38,7 +38,7 @@ class Timed(Keeper):
 
 def _now() -> float:
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # what it has to do counts, too
+        torch.cuda.synchronize()  # include the GPU work it starts
     return time.perf_counter()
 
 
@@ -67,8 +67,8 @@ def main() -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown, for the README."""
-    lines = ["| model | file | a step | one checkpoint holds up | adds in all | at one a minute |", "|---|---|---|---|---|---|"]
+    """The result as Markdown, for docs/recovery.md."""
+    lines = ["| model | file | step | training stops for | adds in total | at one per minute |", "|---|---|---|---|---|---|"]
     for model, found in result["by_model"].items():
         ms = {name: f"{1e3 * found[name]['median']:.1f} ms" for name in ("step_s", "stall_s", "added_s")}
         low, high = (1e3 * found["added_s"][name] for name in ("min", "max"))
@@ -80,7 +80,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def measure(world: World, model: str, rounds: int, folder: Path) -> dict[str, Any]:
-    """One worker's account of it."""
+    """Measure on one worker."""
     rows = []
     for number in range(rounds + 1):
         times: dict[str, float] = {}

@@ -1,10 +1,10 @@
-"""On one GPU: the same bits for 1 to 4 workers, and what parts, exact sums and checkpoints cost.
+"""On one GPU: the same bits on 1 to 4 workers, and what parts, exact sums and checkpoints cost.
 
     python bench/gpu_parts.py [--model wide_resnet] [--rounds 5] [--out bench/results/gpu_parts.json]
 
-Bits: `paceline train --reduce exact` with 1 to 4 gloo workers that share the GPU, fp32 and bf16. Speed: one worker over NCCL,
-steps of the same global batch as one part, as V parts together, in turn, and with exact sums, taking turns round after round.
-Checkpoints: how long one holds up training, and the whole time it adds. Fashion-MNIST mini, batch on the device.
+Bits: `paceline train --reduce exact` with 1 to 4 gloo workers that share the GPU, in fp32 and bf16. Speed: one worker over
+NCCL, steps of the same global batch as one part, as V parts together, in turn, and with exact sums; these take turns in every
+round. Checkpoints: how long one stops training, and the size of its file. Fashion-MNIST mini, with the data on the device.
 """
 
 import argparse
@@ -80,14 +80,14 @@ def bits(model: str, precision: str, steps: int) -> dict[str, Any]:
 
 
 def speed(here: World, model: str, rounds: int) -> dict[str, Any]:
-    """Images/s of every way, medians over rounds after one of warm-up."""
+    """Images/s of each way to run the parts: medians over rounds, after one warm-up round."""
     rows: list[dict[str, float]] = []
     for number in range(rounds + 1):
         row = {}
         for way, options in WAYS.items():
             common = {"epochs": 3, "model": model, "global_batch": GLOBAL_BATCH, "precision": "bf16", "check_every": 0}
             run = build(*tasks.resolve("fashion-mnist-mini", {**common, **options}), here)
-            row[way] = fit(run, ()).samples_per_s  # of the last epoch
+            row[way] = fit(run, ()).samples_per_s  # in the last epoch
         if number:
             rows.append(row)
     speeds = {way: spread([row[way] for row in rows]) for way in WAYS}
@@ -95,7 +95,7 @@ def speed(here: World, model: str, rounds: int) -> dict[str, Any]:
 
 
 def checkpoints(here: World, model: str) -> dict[str, Any]:
-    """What one holds up, and the size of its file."""
+    """How long one checkpoint stops training, and the size of its file."""
     with tempfile.TemporaryDirectory() as folder:
         options = {"epochs": 6, "model": model, "global_batch": 128, "precision": "bf16", "checkpoint_every": "20"}
         run = build(*tasks.resolve("fashion-mnist-mini", options), here)

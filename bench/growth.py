@@ -1,13 +1,13 @@
-"""How cost grows with workers, parameters, samples and parts, and whether any of it grows faster than it should.
+"""How cost grows with workers, parameters, samples and parts, and whether any of it grows faster than expected.
 
     python bench/growth.py [--repeats 5] [--out bench/results/growth.json]
 
-Times, but for one by the clock, are CPU time (user and system, all threads) of one worker process: workers that share the cores
-wait for each other, and that wait says nothing about what a step costs. Bytes sent are the kernel's count for the worker's own
-TCP connections. Each point is a median over repeats. To every series t = a + b n^c is fitted (a, b >= 0, least squares of
-relative errors). The expected shape e(n), scaled as a + b e(n) to all sizes but the largest, says what the largest should cost
-and which exponent the same fit would find. A series grows too fast where both are missed: the exponent by 0.15, the largest by
-a factor of 1.3.
+All times except one are CPU time (user and system, all threads) of one worker process: workers that share cores wait for each
+other, and that wait says nothing about what a step costs. The exception, start-up by the clock, is wall-clock time. Bytes sent
+are the kernel's count for the worker's own TCP connections. Each point is a median over repeats. Every series is fitted by
+t = a + b n^c (a, b >= 0, least squares of relative errors). The expected shape e(n), fitted as a + b e(n) to all sizes except
+the largest, predicts what the largest should cost and which exponent the same fit would find. A series grows too fast if it
+exceeds both: the exponent by 0.15, and the largest size by a factor of 1.3.
 """
 
 import argparse
@@ -48,7 +48,7 @@ from paceline.training.task import Task, classify
 WORKERS = (1, 2, 4)
 WIDTHS = (32, 128, 512, 1024, 2048, 3072)  # of an mlp: 27 thousand to 12 million parameters
 SAMPLES = (1_000, 10_000, 100_000, 1_000_000)
-PARTS = (2, 8, 32, 128, 512, 1024)  # one part's samples need no other order, so no copy
+PARTS = (2, 8, 32, 128, 512, 1024)  # the samples of one part need no reordering, so no copy
 PART_BATCH, STEPS, WARM_UP = 128, 40, 5
 ONE_PART, ALL_PARTS = "plan 8 steps, one part of V", "plan 8 steps, all V parts in one pass"
 EXPECTED: dict[str, Callable[[float], float]] = {
@@ -58,14 +58,14 @@ EXPECTED: dict[str, Callable[[float], float]] = {
     "linear": lambda n: n,
     "n log n": lambda n: n * math.log(n),
 }
-SHAPES = {  # what is measured -> what it should grow like
+SHAPES = {  # what is measured -> the growth that is expected
     "start-up": "constant",
     "start-up by the clock": "processes / cores",
-    "a step": "2 (P - 1) / P",
+    "step": "2 (P - 1) / P",
     "the model's own compute": "constant",
     "step beyond the model": "2 (P - 1) / P",
     "all-reduce": "2 (P - 1) / P",
-    "bytes sent a step": "2 (P - 1) / P",
+    "bytes sent per step": "2 (P - 1) / P",
     "optimizer": "linear",
     "all-reduce of gradients": "linear",
     "exact sum": "linear",
@@ -76,10 +76,10 @@ SHAPES = {  # what is measured -> what it should grow like
     "plan of an epoch": "linear",
     "bytes of order and plan": "linear",
     ONE_PART: "constant",
-    ALL_PARTS: "constant",  # it has the same 8,192 samples a step, in another order
+    ALL_PARTS: "constant",  # always 8,192 samples per step, in another order
 }
 Found = dict[str, dict[int, list[float]]]
-"""By what is measured, by size: a value for every repeat."""
+"""What is measured -> size -> one value per repeat."""
 
 
 def main() -> None:
@@ -125,7 +125,7 @@ def _quantity(value: float, unit: str) -> str:
 
 
 def judge(points: dict[int, list[float]], shape: str, is_bytes: bool) -> dict[str, Any]:
-    """A series with its fitted curve, and whether it grows faster than the shape it should have."""
+    """A series with its fitted curve, and whether it grows faster than the expected shape."""
     sizes = np.array(sorted(points), dtype=float)
     values = np.array([statistics.median(points[int(size)]) for size in sizes])
     should = np.array([EXPECTED[shape](size) for size in sizes])
@@ -139,12 +139,12 @@ def judge(points: dict[int, list[float]], shape: str, is_bytes: bool) -> dict[st
         "fitted": curve,
         "expected": {"shape": shape, "c": exponent, "at_largest": float(expected[-1])},
         "ratio": float(ratio),
-        "verdict": "FASTER than it should" if faster else "as it should",
+        "verdict": "FASTER than expected" if faster else "as expected",
     }
 
 
 def fit_power(sizes: np.ndarray, values: np.ndarray) -> dict[str, float]:
-    """a + b n^c; the smallest c of those that fit equally well."""
+    """Fit a + b n^c; among equally good fits, the one with the smallest c."""
     best, error = {"a": 0.0, "b": 0.0, "c": 0.0}, math.inf
     for c in (0.0, *np.geomspace(0.05, 3, 200)):
         a, b = _line(sizes**c, values) if c else (_line(np.zeros_like(sizes), values)[0], 0.0)
@@ -155,7 +155,7 @@ def fit_power(sizes: np.ndarray, values: np.ndarray) -> dict[str, float]:
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """a, b >= 0 of y = a + b x, by least squares of relative errors."""
+    """Fit y = a + b x with a, b >= 0, by least squares of relative errors."""
     weights = 1 / _scale(y)
     columns = np.stack([weights, x * weights], axis=1)
     choices = [(0.0, 0.0)]
@@ -168,12 +168,12 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _scale(values: np.ndarray) -> np.ndarray:
-    """What an error is relative to: the value, or the largest where it is zero."""
+    """What an error is relative to: the value, or the largest value if it is zero."""
     return np.where(values > 0, values, values.max() or 1.0)
 
 
 def by_workers(repeats: int) -> Found:
-    """What a worker spends, with so many of them: mlp of 269,322 parameters, 128 samples a worker and step."""
+    """What one of n workers spends: an mlp of 269,322 parameters, 128 samples per worker and step."""
     found: Found = {"start-up": {}, "start-up by the clock": {}}
     for size in WORKERS * repeats:
         for what, value in zip(tuple(found), _start_up(size), strict=True):
@@ -187,7 +187,7 @@ def by_workers(repeats: int) -> Found:
 
 
 def _start_up(workers: int) -> tuple[float, float]:
-    """A run of one step: CPU time a process, the launcher counted as one where there is one; and the time by the clock."""
+    """A run of one step: CPU time per process (a launcher counts as one process), and wall-clock time."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--workers", str(workers), "--max-steps", "1", "--model", "mlp", "--runs-dir", folder]
@@ -199,7 +199,7 @@ def _start_up(workers: int) -> tuple[float, float]:
 
 
 def _worker_costs(world: World, repeats: int) -> dict[str, list[float]]:
-    """One worker's account: of Paceline's step, of the bare model on the same shapes, of the all-reduce by itself."""
+    """Costs on one worker: Paceline's step, the bare model on the same shapes, the all-reduce alone."""
     found: dict[str, list[float]] = {}
     for _ in range(repeats):
         run = _build(world, {"model": "mlp", "epochs": 50, "max_steps": WARM_UP + STEPS})
@@ -209,11 +209,11 @@ def _worker_costs(world: World, repeats: int) -> dict[str, list[float]]:
         own = _own_compute(run)
         flat = torch.zeros(sum(parameter.numel() for parameter in run.model.parameters()))
         row = {
-            "a step": step,
+            "step": step,
             "the model's own compute": own,
             "step beyond the model": max(0.0, step - own),
             "all-reduce": _cpu_s(lambda flat=flat: dist.all_reduce(flat), 20) if world.size > 1 else 0.0,
-            "bytes sent a step": (clock.sent[-1] - clock.sent[0]) / STEPS,
+            "bytes sent per step": (clock.sent[-1] - clock.sent[0]) / STEPS,
         }
         for what, value in row.items():
             found.setdefault(what, []).append(value)
@@ -221,7 +221,7 @@ def _worker_costs(world: World, repeats: int) -> dict[str, list[float]]:
 
 
 class _Clock:
-    """CPU time at the start of every step, and bytes sent when warm and at the last."""
+    """CPU time at the start of every step; bytes sent after warm-up and at the last step."""
 
     stop = ""
 
@@ -237,7 +237,7 @@ class _Clock:
 
 
 def _bytes_sent() -> int:
-    """What the peers of this process's TCP connections have acknowledged so far (tcpi_bytes_acked of Linux's TCP_INFO)."""
+    """Bytes that this process's TCP peers have acknowledged so far (tcpi_bytes_acked of Linux's TCP_INFO)."""
     total = 0
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as connection:
@@ -247,7 +247,7 @@ def _bytes_sent() -> int:
 
 
 def _own_compute(run: Run) -> float:
-    """CPU time of the same model's forward and backward pass and optimizer, with nobody to talk to."""
+    """CPU time of the same model's forward and backward pass and optimizer, without communication."""
     model = run.model
     images, labels = torch.randn(PART_BATCH, 1, 28, 28), torch.randint(0, 10, (PART_BATCH,))
 
@@ -260,7 +260,7 @@ def _own_compute(run: Run) -> float:
 
 
 def _cpu_s(work: Callable[[], Any], times: int) -> float:
-    """The median CPU time of a call, after one of warm-up."""
+    """The median CPU time of a call, after one warm-up call."""
     spent = []
     for _ in range(times + 1):
         begin = time.process_time()
@@ -275,7 +275,7 @@ def _build(world: World, options: dict[str, Any]) -> Run:
 
 
 def by_parameters(repeats: int) -> Found:
-    """What rank 0 of two workers spends on a model of so many parameters, beside its forward and backward pass."""
+    """What rank 0 of two workers spends on a model of n parameters, apart from its forward and backward pass."""
     with tempfile.TemporaryDirectory() as folder:
         return run_workers(_parameter_costs, 2, repeats, Path(folder), timeout_s=600)[0]
 
@@ -316,7 +316,7 @@ def _parameter_costs(world: World, repeats: int, folder: Path) -> Found:
 
 
 def by_samples(repeats: int) -> Found:
-    """What one worker spends before and at the start of an epoch of so many samples, in steps of 128."""
+    """What one worker spends before and at the start of an epoch of n samples, in steps of 128."""
     return run_workers(_sample_costs, 1, repeats, timeout_s=600)[0]
 
 
@@ -358,7 +358,7 @@ def _sample_costs(world: World, repeats: int) -> Found:
 
 
 def by_parts(repeats: int) -> Found:
-    """What planning 8 steps costs a worker that has one of V parts of 128, and one that runs all V, of 8,192 samples."""
+    """What planning 8 steps costs a worker with one of V parts of 128 samples, and a worker with all V parts of 8,192."""
     found: Found = {}
     for parts in PARTS:
         for what, global_batch, workers in ((ONE_PART, PART_BATCH * parts, parts), (ALL_PARTS, 8192, 1)):

@@ -1,22 +1,22 @@
-"""What the device allows for a model, and how far each part of Paceline's own training step is from it.
+"""The fastest step that the device allows for a model, and how far each component of Paceline's step is from it.
 
     python bench/limit.py [--model wide_resnet] [--batch 128 1024] [--out bench/results/limit.json]
 
 Ceilings, measured here: bytes/s of a large copy (read + written) and flop/s of a large bf16 matrix product of random numbers.
-An operation's floor is max(flops / rate, bytes / bandwidth); a part's floor is the sum over its operations. What counts as the
-fewest bytes, activations as bf16, weights, their gradients and momentum as fp32:
+An operation's floor is max(flops / rate, bytes / bandwidth); a component's floor is the sum over its operations. The minimum
+number of bytes, with activations in bf16, and weights, their gradients and momentum in fp32:
 
     convolution, linear   forward: input, weight -> output; input gradient: grad, weight -> grad (not for the model's own
-                          input); weight gradient: input, grad -> grad. 2 flops a multiplication in each of the three
-    norm and its ReLU     forward: input twice (statistics, then normalise) -> output; backward: input and grad twice -> grad
-    residual add          forward: two -> one; backward: one more read, where the gradients of both paths meet
+                          input); weight gradient: input, grad -> grad. 2 flops per multiplication in each of the three
+    norm and its ReLU     forward: input twice (statistics, then normalize) -> output; backward: input and grad twice -> grad
+    residual add          forward: two -> one; backward: one more read, to add the gradients of both paths
     all else              forward: input -> output; backward: the same again
     optimizer             weight, grad, momentum -> weight, momentum
 
-No operation is fused with its neighbours but a norm with its ReLU, and everything comes from memory: what a compiler fuses, or
-the cache keeps (a batch of 128 may fit), can beat this floor.
-Loading the batch, the loss and casts of weights have no floor. Kernel times: torch.profiler over a few steps in the middle of
-the last epoch. The step's time: epochs before it, without the profiler. `gap`: that time less all kernels'.
+The floor assumes that only a norm and its ReLU are fused, and that everything is read from memory. Fusion by a compiler, or a
+cache that holds the data (a batch of 128 may fit), can beat it. Loading the batch, the loss and casts of weights have no floor.
+Kernel times come from torch.profiler over a few steps in the middle of the last epoch; the step's time comes from the epochs
+before it, without the profiler. `gap` is the step's time minus the time of all kernels.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # before torch: a profiler that leaves CUPTI and comes back does not get along with CUDA graphs
+if __name__ == "__main__":  # before torch: CUDA graphs break if the profiler tears CUPTI down and starts it again
     os.environ.update(TEARDOWN_CUPTI="0", DISABLE_CUPTI_LAZY_REINIT="1")
 
 import torch
@@ -48,25 +48,25 @@ from paceline.training.build import Run, build
 from paceline.training.loop import fit
 from paceline.training.task import Task
 
-EPOCHS, PROFILED = 7, 10  # epochs: one of warm-up, five to time, one with some steps profiled
-PROBE = 7  # samples of the pass that shapes are read from: no layer has so many outputs
+EPOCHS, PROFILED = 7, 10  # epochs: one for warm-up, five timed, one with some steps profiled
+PROBE = 7  # samples in the pass that shapes are read from: a number that no layer has as its number of outputs
 FORWARD, INPUT_GRADS, WEIGHT_GRADS = "forward convolutions", "input gradients", "weight gradients"
 POINTWISE, MATMUL, OPTIMIZER = "norm, ReLU and other elementwise", "matrix products", "optimizer"
 COPIES, COLLECTIVES, OTHER = "copies and layout", "collectives", "other"
-PARTS = (FORWARD, INPUT_GRADS, WEIGHT_GRADS, POINTWISE, MATMUL, OPTIMIZER, COPIES, COLLECTIVES, OTHER)
-NAMES = (  # the first that a kernel's whole name contains, in lower case
+COMPONENTS = (FORWARD, INPUT_GRADS, WEIGHT_GRADS, POINTWISE, MATMUL, OPTIMIZER, COPIES, COLLECTIVES, OTHER)
+NAMES = (  # the first entry that a kernel's lower-case name contains decides
     ("nccl", COLLECTIVES),
     ("memcpy", COPIES),
     ("memset", COPIES),
     ("tonhwckernel", COPIES),
     ("tonchwkernel", COPIES),
     ("multi_tensor_apply", OPTIMIZER),
-    ("triton_for_", OPTIMIZER),  # a compiled optimizer's
-    ("triton_", POINTWISE),  # before the next: a fused one may be called after a convolution's backward pass
+    ("triton_for_", OPTIMIZER),  # a compiled optimizer
+    ("triton_", POINTWISE),  # before the convolutions: a fused kernel's name may mention a convolution's backward pass
     ("at::native", POINTWISE),
     ("at_cuda_detail", POINTWISE),
     ("wgrad", WEIGHT_GRADS),
-    ("reducesplitk", WEIGHT_GRADS),  # cudnn's second half of one
+    ("reducesplitk", WEIGHT_GRADS),  # the second half of cuDNN's
     ("dgrad", INPUT_GRADS),
     ("fprop", FORWARD),
     ("convolve", FORWARD),
@@ -94,11 +94,11 @@ def main() -> None:
     args = parser.parse_args()
     with world() as here:
         if here.device.type == "cuda":
-            # There before a CUDA graph is captured, or it may miss the graph's kernels.
+            # Start the profiler once before a CUDA graph is captured, or it may miss the graph's kernels.
             with profile(activities=[ProfilerActivity.CUDA]):
                 torch.zeros(1, device=here.device)
         result = {
-            "what": "microseconds of a training step's parts on one device, against the fewest that its ceilings allow",
+            "what": "microseconds of each component of a training step on one device, against the minimum its ceilings allow",
             "device": torch.cuda.get_device_name() if here.device.type == "cuda" else "CPU",
             "model": args.model,
             "ceilings": ceilings(here.device),
@@ -117,12 +117,12 @@ def table(result: dict[str, Any]) -> str:
     lines = []
     for batch, found in result["by_batch"].items():
         lines += [f"{result['model']}, batch {batch}, {found['precision']}, {result['device']}:", ""]
-        lines += ["| part | measured us | floor us | times the floor |", "|---|---|---|---|"]
-        for part, row in found["parts"].items():
+        lines += ["| component | measured, us | floor, us | measured / floor |", "|---|---|---|---|"]
+        for component, row in found["parts"].items():
             floor = f"{row['floor_us']:,.0f} | {row['times']:.2f}" if row["times"] else f"{row['floor_us']:,.0f} | -"
-            lines.append(f"| {part} | {row['measured_us']:,.0f} | {floor} |")
+            lines.append(f"| {component} | {row['measured_us']:,.0f} | {floor} |")
         step, floor = found["step_us"]["median"], found["floor_us"]
-        lines.append(f"| gap: the step less its kernels | {found['gap_us']:,.0f} | 0 | - |")
+        lines.append(f"| gap: the step minus its kernels | {found['gap_us']:,.0f} | 0 | - |")
         lines.append(f"| **whole step** | {step:,.0f} | {floor:,.0f} | {step / floor:.2f} |")
         lines.append(f"| **images/s** | {found['images_per_s']:,.0f} | {found['images_per_s_at_floor']:,.0f} | |")
         lines += ["", "The largest single costs:", ""]
@@ -133,7 +133,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """What the device does at its best: bytes/s copied (read + written), and flop/s."""
+    """The device's best rates: bytes/s copied (read + written), and flop/s."""
     on_gpu = device.type == "cuda"
     count, side = (1 << 30, 8192) if on_gpu else (64 << 20, 1024)
 
@@ -148,12 +148,12 @@ def ceilings(device: torch.device) -> dict[str, float]:
 
 
 def _seconds(work: Callable[[], Any], device: torch.device, rounds: int = 9, times: int = 20) -> float:
-    """Of one call: the median over rounds of many, after one of warm-up."""
+    """Seconds per call: the median over rounds of many calls, after one warm-up round."""
     found = []
     for _ in range(rounds + 1):
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(10_000_000)  # about 5 ms, while the calls queue up: it is the device that is timed
+            torch.cuda._sleep(10_000_000)  # about 5 ms, while the calls queue up: so the device is timed, not the host
             begin.record()
             for _ in range(times):
                 work()
@@ -170,9 +170,9 @@ def _seconds(work: Callable[[], Any], device: torch.device, rounds: int = 9, tim
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation of a step: its flops and bytes a sample, and the bytes that do not depend on the batch."""
+    """One operation of a step: its flops and bytes per sample, and the bytes that do not depend on the batch."""
 
-    part: str
+    component: str
     flops: float
     sample_bytes: float
     fixed_bytes: float = 0.0
@@ -182,7 +182,7 @@ class Operation:
 
 
 def count_operations(spec: str) -> list[Operation]:
-    """Those of a training step, from the operations that one small forward pass on the CPU runs."""
+    """The operations of a training step, from one small forward pass on the CPU."""
     model = models.build(spec, in_channels=1, image_size=28, classes=10).train()
     inputs = torch.randn(PROBE, 1, 28, 28)
     with torch.no_grad(), _Counting(inputs) as counting:
@@ -192,14 +192,14 @@ def count_operations(spec: str) -> list[Operation]:
 
 
 class _Counting(TorchDispatchMode):
-    """Sees every operation, modules' and functions' alike, and notes it with its backward pass."""
+    """Records every operation, of modules and functions, together with its backward pass."""
 
     def __init__(self, inputs: Tensor) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self._inputs = inputs
         self._normed: set[int] = set()
-        self._kept: list[Any] = []  # or memory would be used again, and an address stand for two tensors
+        self._kept: list[Any] = []  # keeps memory from being reused: an address must mean one tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -211,21 +211,21 @@ class _Counting(TorchDispatchMode):
         return result
 
     def _note(self, name: str, args: tuple[Any, ...], read: list[Tensor], output: Tensor) -> None:
-        x, y = 2 * read[0].numel() / PROBE, 2 * output.numel() / PROBE  # bytes a sample, as bf16
+        x, y = 2 * read[0].numel() / PROBE, 2 * output.numel() / PROBE  # bytes per sample, in bf16
         more = self.operations.append
         if name in ("convolution", "addmm", "mm"):
-            weight = args[2] if name == "addmm" else args[1]  # a linear layer's comes transposed
+            weight = args[2] if name == "addmm" else args[1]  # a linear layer's weight is transposed
             flops = output.numel() / PROBE * 2 * (weight[0].numel() if name == "convolution" else len(weight))
-            parts = (FORWARD, WEIGHT_GRADS, INPUT_GRADS) if name == "convolution" else (MATMUL,) * 3
-            first = read[0].data_ptr() == self._inputs.data_ptr()  # nobody asks for the images' gradient
-            for part in parts[:2] if first else parts:
-                more(Operation(part, flops, x + y, 4 * weight.numel()))
+            components = (FORWARD, WEIGHT_GRADS, INPUT_GRADS) if name == "convolution" else (MATMUL,) * 3
+            first = read[0].data_ptr() == self._inputs.data_ptr()  # the images need no gradient
+            for component in components[:2] if first else components:
+                more(Operation(component, flops, x + y, 4 * weight.numel()))
         elif "norm" in name:
             self._normed.add(output.data_ptr())
             more(Operation(POINTWISE, 0, 2 * x + y))
             more(Operation(POINTWISE, 0, 2 * (x + y) + x))
         elif name in ("relu", "relu_") and read[0].data_ptr() in self._normed:
-            pass  # part of the norm
+            pass  # counted with the norm
         elif name in ("add", "add_"):
             more(Operation(POINTWISE, 0, len(read) * x + y))
             more(Operation(POINTWISE, 0, y))
@@ -239,7 +239,7 @@ def _per_sample(value: Any) -> bool:
 
 
 def measure(here: World, model: str, batch: int, operations: list[Operation], result: dict[str, Any]) -> dict[str, Any]:
-    """One batch size: the step's time, its kernels by part, and the floors."""
+    """One batch size: the step's time, its kernels by component, and the floors."""
     run = build(*_task(here, model, batch), here)
     watcher = Watcher(run)
     fit(run, (watcher,), watch=watcher)  # type: ignore[arg-type]
@@ -247,13 +247,14 @@ def measure(here: World, model: str, batch: int, operations: list[Operation], re
     rate, memory = (result["ceilings"][f"{name}_per_s"] for name in ("matrix_flops", "copy_bytes"))
     floors: Counter[str] = Counter()
     for operation in operations:
-        floors[operation.part] += 1e6 * operation.floor_s(batch, rate, memory)
+        floors[operation.component] += 1e6 * operation.floor_s(batch, rate, memory)
     measured: Counter[str] = Counter()
     for name, us in kernels.items():
-        measured[watcher.part_of(name)] += us
+        measured[watcher.component_of(name)] += us
     step_us = spread([1e6 * batch / speed for speed in speeds])
     step, floor = step_us["median"], sum(floors.values())
-    in_order = [part for part in PARTS if measured[part] or floors[part]] + [part for part in measured if part not in PARTS]
+    in_order = [each for each in COMPONENTS if measured[each] or floors[each]]
+    in_order += [each for each in measured if each not in COMPONENTS]
     return {
         "precision": run.config.precision,
         "fast": getattr(run.config, "fast", "no such option"),
@@ -265,10 +266,10 @@ def measure(here: World, model: str, batch: int, operations: list[Operation], re
         "images_per_s": 1e6 * batch / step,
         "images_per_s_at_floor": 1e6 * batch / floor,
         "gap_us": round(step - sum(measured.values()), 3),
-        "parts": {part: _row(measured[part], floors[part]) for part in in_order},
+        "parts": {each: _row(measured[each], floors[each]) for each in in_order},
         "profiled_steps": PROFILED,
         "largest": [
-            {"kernel": _shorten(name), "part": watcher.part_of(name), "us": round(us, 3), "share": round(us / step, 4)}
+            {"kernel": _shorten(name), "part": watcher.component_of(name), "us": round(us, 3), "share": round(us / step, 4)}
             for name, us in kernels.most_common(3)
         ],
         "kernels": {name[:300]: round(us, 3) for name, us in kernels.most_common(40)},
@@ -276,7 +277,7 @@ def measure(here: World, model: str, batch: int, operations: list[Operation], re
 
 
 def _task(here: World, model: str, batch: int) -> tuple[Task, Config]:
-    """The mini set, repeated to an epoch of equal steps: 50 or more, so that what an epoch costs by itself hardly counts."""
+    """The mini set, repeated to fill an epoch of at least 50 equal steps, so that the fixed cost of an epoch hardly counts."""
     on_gpu = here.device.type == "cuda"
     options: dict[str, Any] = {"model": model, "global_batch": batch, "epochs": EPOCHS, "check_every": 0}
     options["precision"] = "bf16" if on_gpu else "fp32"
@@ -291,7 +292,7 @@ def _task(here: World, model: str, batch: int) -> tuple[Task, Config]:
 
 
 class Watcher:
-    """Sees each epoch's speed as an observer and, told by the step where it is, profiles some in the middle of the last."""
+    """An observer that notes each epoch's speed, and profiles some steps in the middle of the last epoch."""
 
     def __init__(self, run: Run) -> None:
         self.speeds: list[float] = []
@@ -307,12 +308,12 @@ class Watcher:
         if wanted == self._running:
             return
         if self._on_gpu:
-            torch.cuda.synchronize()  # no kernel of the steps before or after
+            torch.cuda.synchronize()  # keep out kernels of the steps before and after
         (self._profile.start if wanted else self._profile.stop)()
         self._running = wanted
 
     def kernels(self) -> Counter[str]:
-        """Microseconds a step of every kernel; on a CPU, of every operation by itself."""
+        """Microseconds per step of every kernel; on a CPU, of every operation without its callees."""
         found: Counter[str] = Counter()
         if self._on_gpu:
             for event in self._profile.events():
@@ -325,11 +326,11 @@ class Watcher:
             found["all other operations"] = every.total() - found.total()
         return found
 
-    def part_of(self, name: str) -> str:
-        """The part a kernel belongs to; on a CPU every operation is its own."""
+    def component_of(self, name: str) -> str:
+        """The component a kernel belongs to; on a CPU every operation is its own component."""
         if not self._on_gpu:
             return name
-        return next((part for piece, part in NAMES if piece in name.lower()), OTHER)
+        return next((component for piece, component in NAMES if piece in name.lower()), OTHER)
 
     def epoch(self, row: Any) -> None:
         self.speeds.append(row["samples_per_s"])

@@ -1,4 +1,4 @@
-"""What the benches have in common: real workers, medians with their spread, and results that say where they come from."""
+"""Shared by the benches: real workers, medians with spread, and results that record how they were made."""
 
 import json
 import statistics
@@ -23,7 +23,7 @@ def spread(values: list[float], digits: int = 3) -> dict[str, float]:
 
 
 def write(path: str, result: dict[str, Any]) -> None:
-    """Write a result with the command and the environment it was made by."""
+    """Write a result together with the command and the environment that made it."""
     command = " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     about = {name: value for name, value in environment().items() if name not in ("machine", "command")}
     Path(path).write_text(json.dumps({"command": command, **result, "environment": about}, indent=2) + "\n")

@@ -1,13 +1,13 @@
-"""What a step of each optimizer costs: its own time on the tensors of a network, beside torch's fused AdamW.
+"""What a step of each optimizer costs on the tensors of a network, compared with torch's fused AdamW.
 
     python bench/optimizers.py [--device cuda] [--model wide_resnet] [--rounds 20] [--out bench/results/optimizers.json]
 
-Every optimizer has a copy of the network and gradients that stay as they are; nothing else runs. In each round all of them take
-their turn, so that a busy machine slows all; the result is each one's time in that round over AdamW's, and medians. `eager` is
-the call as somebody's own training loop would make it, with the wait for the device once after all steps of a turn (on a GPU
-ours then replay a graph of their own); on a GPU `graph` is the step as part of a graph, as Paceline's own loop has it.
-torch-optimizer 0.3.0's LARS, LAMB and NovoGrad are measured where they can be imported (`bench/peers/requirements.txt`); they
-read norms on the host, so no graph takes them. The first round is warm-up and left out.
+Every optimizer has its own copy of the network and constant gradients; nothing else runs. All of them take turns in each round,
+so a busy machine slows all of them. The result is each one's time divided by AdamW's in the same round, as medians. `eager` is
+the call as any training loop would make it, waiting for the device once after all steps of a turn (on a GPU ours then replay
+their own graph). On a GPU, `graph` is the step as part of a larger graph, as in Paceline's loop. LARS, LAMB and NovoGrad of
+torch-optimizer 0.3.0 are measured if they can be imported (`bench/peers/requirements.txt`); they read norms on the host, so
+they cannot be captured in a graph. The first round is warm-up and is left out.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", default="wide_resnet")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=0, help="steps a turn (0: 50 on a GPU, 5 on a CPU)")
+    parser.add_argument("--steps", type=int, default=0, help="steps per turn (0: 50 on a GPU, 5 on a CPU)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (0: torch's choice)")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "optimizers.json"))
     args = parser.parse_args()
@@ -46,7 +46,7 @@ def main() -> None:
     steps = args.steps or (50 if on_gpu else 5)
     tensors = list(network(args).parameters())
     result: dict[str, Any] = {
-        "what": "milliseconds a step of the optimizer alone, and its ratio to torch's fused AdamW in the same round",
+        "what": "milliseconds per step of the optimizer alone, and the ratio to torch's fused AdamW in the same round",
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} thread(s)",
         "date": time.strftime("%Y-%m-%d"),
         "model": args.model,
@@ -62,15 +62,15 @@ def main() -> None:
             row = {name: timed(step, steps, on_gpu) for name, step in candidates.items()}
             if number:
                 rows.append(row)
-                result[way] = summarise(rows)
+                result[way] = summarize(rows)
             if number == args.rounds or (number and number % 5 == 0):
-                write(args.out, result)  # what is there is kept when a run is cut short
+                write(args.out, result)  # keep what is done if the run is cut short
                 print(f"{way}: {number} of {args.rounds} rounds", file=sys.stderr)
     print(table(result))
 
 
 def network(args: argparse.Namespace) -> nn.Module:
-    """Weights as training has them, with gradients."""
+    """A model as in training, with gradients."""
     torch.manual_seed(0)
     model = models.build(args.model, in_channels=1, image_size=28, classes=10)
     model = model.to(args.device, memory_format=torch.channels_last)
@@ -80,14 +80,14 @@ def network(args: argparse.Namespace) -> nn.Module:
 
 
 def prepare(args: argparse.Namespace, way: str) -> dict[str, Callable[[], Any]]:
-    """A step of each optimizer, by name."""
+    """A step function of each optimizer, by name."""
     on_gpu = args.device.startswith("cuda")
     steps: dict[str, Callable[[], Any]] = {}
     for name in OURS:
         optimizer = make_optimizer(network(args), Config(optimizer=name, base_lr=1e-4))
         for each in getattr(optimizer, "inner", (optimizer,)):
-            each.uses_graph = way == "eager"  # as those who use the class by itself have it
-        if on_gpu:  # as in Paceline's loop; a lr in a tensor is what a graph can be told anew
+            each.uses_graph = way == "eager"  # the default when the class is used alone
+        if on_gpu:  # as in Paceline's loop: a graph can read a changed lr only from a tensor
             for group in optimizer.param_groups:
                 group["lr"] = torch.tensor(1e-4, device=args.device)
         steps[name] = captured(optimizer.step) if way == "graph" else optimizer.step
@@ -112,14 +112,14 @@ def captured(step: Callable[[], Any]) -> Callable[[], Any]:
         with torch.cuda.graph(graph, stream=stream):
             step()
 
-    def replay(held: Any = step) -> None:  # the graph works on memory that only the optimizer keeps
+    def replay(held: Any = step) -> None:  # only the optimizer keeps the graph's memory alive
         graph.replay()
 
     return replay
 
 
 def timed(step: Callable[[], Any], steps: int, on_gpu: bool) -> float:
-    """Milliseconds a step."""
+    """Milliseconds per step."""
     if on_gpu:
         torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -130,8 +130,8 @@ def timed(step: Callable[[], Any], steps: int, on_gpu: bool) -> float:
     return (time.perf_counter() - begin) * 1000 / steps
 
 
-def summarise(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians with their spread, over the rounds so far."""
+def summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians with spread, over the rounds so far."""
     by_name = {
         name: {"ms": spread([row[name] for row in rows]), "over_adamw": spread([row[name] / row[BASE] for row in rows], 2)}
         for name in rows[0]
@@ -140,7 +140,7 @@ def summarise(rows: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def their_version() -> str:
-    """torch-optimizer's, or nothing where it is not installed."""
+    """The version of torch-optimizer, or "" if it is not installed."""
     try:
         import torch_optimizer
     except ImportError:
@@ -150,7 +150,7 @@ def their_version() -> str:
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    lines = ["| optimizer | way | ms a step (median, min to max) | over fused AdamW |", "|---|---|---|---|"]
+    lines = ["| optimizer | way | ms per step (median, min to max) | ratio to fused AdamW |", "|---|---|---|---|"]
     for way in ("eager", "graph"):
         for name, found in result.get(way, {}).get("by_optimizer", {}).items():
             ms, ratio = found["ms"], found["over_adamw"]

@@ -1,20 +1,21 @@
-"""Paceline against its peers: the same training as each one's documentation tells a user to write it (bench/peers/).
+"""Paceline against its peers: the same training, written as each one's documentation says (bench/peers/).
 
     python bench/peers.py [--device cuda|cpu] [--model wide_resnet] [--part-batch 128 1024] [--workers 1 2] [--precision bf16]
         [--data fashion-mnist] [--epochs 3] [--rounds 3] [--arms plain,accelerate,lightning,composer,paceline]
         [--loaders N] [--compile-peers] [--paceline-flags "..."] [--python PATH] [--out bench/results/peers_cpu.json]
 
-Every arm is a command, started afresh; arms take turns, round after round, so that a busy machine slows all. Same model, data,
-augmentation, batch a worker, optimizer, schedule and precision; validation is left out of the times. Images/s are those of
-every epoch but the first, by the arm's own clock around the epoch's training steps (Paceline's: its record). Start-up is from
-the start of the command to the end of the first step (Paceline's on a GPU: until the step is recorded, which takes longer).
-Memory is, on a GPU, the most that tensors took on one worker's;
-on CPUs what all processes of the command hold when the last epoch's training ends, shared pages counted once. Lines are those
-of the script that a user has to write: no comments, docstrings, blank lines, nor those marked `# bench`; model, data set and
-arguments come from bench/peers/shared.py and count for nobody.
+Every arm is a command in a new process. Arms take turns in every round, so a busy machine slows all of them. Model, data,
+augmentation, batch per worker, optimizer, schedule and precision are the same; validation is not part of the times. Images/s
+are those of every epoch except the first, by the arm's own clock around the epoch's training steps (for Paceline, from its
+record). Start-up is from the start of the command to the end of the first step (for Paceline on a GPU, until the step is
+captured, which takes longer). Memory on a GPU is the most that tensors used on one worker's GPU; on CPUs it is what all
+processes of the command hold when the last epoch's training ends, with shared pages counted once. Lines are those of the script
+that a user has to write, without comments, docstrings, blank lines and lines marked `# bench`. Model, data set and arguments
+come from bench/peers/shared.py and do not count.
 
-Peers load with torch's DataLoader. Its processes a worker: --loaders, or else 8 on a GPU and on CPUs the fastest of 0, 1
-and 2 for each arm and case, found in a short trial. On CPUs each worker computes with one thread; its loaders run on top.
+Peers load data with torch's DataLoader. The number of loader processes per worker is --loaders, or else 8 on a GPU, and on CPUs
+the fastest of 0, 1 and 2 for each arm and case, found in a short trial. On CPUs each worker computes with one thread, in
+addition to its loaders.
 """
 
 import argparse
@@ -46,7 +47,7 @@ REFERENCE_BATCH, BASE_LR = 128, 0.05  # peak lr grows with the global batch
 
 @dataclass(frozen=True)
 class Arm:
-    """A peer: how it is called, the file its user writes, and the module that must be there."""
+    """A peer: its name, the file that its user writes, and the module it needs."""
 
     title: str
     script: str
@@ -79,7 +80,7 @@ def main() -> int:
     for part_batch in args.part_batch:
         for workers in args.workers:
             result["cases"].append(measure(args, part_batch, workers, missing))
-            write(args.out, result)  # a long bench that is cut short has something to show
+            write(args.out, result)  # keep what is done if the bench is cut short
     print(table(result))
     return any(
         isinstance(found, str) and found.startswith("failed") for case in result["cases"] for found in case["arms"].values()
@@ -90,14 +91,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--model", default="wide_resnet")
-    parser.add_argument("--part-batch", type=int, nargs="+", default=[128, 1024], help="samples a worker and step")
+    parser.add_argument("--part-batch", type=int, nargs="+", default=[128, 1024], help="samples per worker and step")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--data", choices=list(SOURCES), default="fashion-mnist")
     parser.add_argument("--epochs", type=int, default=3, help="at least 2: the first is left out")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--arms", default=",".join(ARMS), type=lambda text: text.split(","))
-    parser.add_argument("--loaders", type=int, help="DataLoader processes a worker (default: 8 on a GPU, else by trial)")
+    parser.add_argument("--loaders", type=int, help="DataLoader processes per worker (default: 8 on a GPU, else by trial)")
     parser.add_argument("--compile-peers", action="store_true", help="torch.compile the peers' model")
     parser.add_argument("--paceline-flags", default="", help="added to Paceline's command")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that runs the arms")
@@ -108,7 +109,9 @@ def parse() -> argparse.Namespace:
     if args.epochs < 2:
         parser.error("--epochs: at least 2, because the first is left out")
     if args.device == "cuda" and max(args.workers) > (gpus := torch.cuda.device_count()):
-        print(f"--workers: this machine has {gpus} GPU(s), and no worker shares one: larger numbers are left out", flush=True)
+        print(
+            f"--workers: this machine has {gpus} GPU(s), and workers do not share one: larger numbers are skipped", flush=True
+        )
         args.workers = [workers for workers in args.workers if workers <= gpus]
     return args
 
@@ -144,12 +147,12 @@ def measure(args: argparse.Namespace, part_batch: int, workers: int, missing: di
     for arm in done:
         for row, other in zip(done[arm], done[best] if best else (), strict=False):
             row["ratio"] = [speed / other["images_per_s"] for speed in row["images_per_s_by_epoch"]]
-        arms[arm] = {**chosen[arm], **summarise(done[arm]), "rows": done[arm]}
+        arms[arm] = {**chosen[arm], **summarize(done[arm]), "rows": done[arm]}
     return {"part_batch": part_batch, "workers": workers, "ratio_to": best, "arms": {arm: arms[arm] for arm in args.arms}}
 
 
-def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians and spread: of speeds over all epochs of all rounds, of all else over rounds."""
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians and spread: of speeds over all epochs of all rounds, of everything else over rounds."""
     epochs = {
         "images_per_s": [speed for row in rows for speed in row["images_per_s_by_epoch"]],
         "ratio": [ratio for row in rows for ratio in row.get("ratio", ())],
@@ -159,9 +162,9 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown, for the README."""
+    """The result as Markdown, for docs/speed.md."""
     lines = [
-        "| samples a worker and step | workers | trained with | images/s | to the faster of Lightning and Accelerate"
+        "| samples per worker and step | workers | trained with | images/s | ratio to the faster of Lightning and Accelerate"
         " | memory | start-up | lines | accuracy |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -194,7 +197,7 @@ def _spread(found: dict[str, Any], name: str, digits: str) -> str:
 
 
 def choose_loaders(arm: str, common: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """How many DataLoader processes a worker of this arm uses, and the trial that says so."""
+    """The number of DataLoader processes per worker of this arm, and the trial that decided it."""
     if arm == "paceline":
         return {"loaders": 0}  # it keeps the data on the device
     if args.loaders is not None or args.device == "cuda":
@@ -207,7 +210,7 @@ def choose_loaders(arm: str, common: dict[str, Any], args: argparse.Namespace) -
 
 
 def run_twice(arm: str, settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """One run; again, where it crashed: a peer's crash is no measurement of its speed. The row says so."""
+    """One run, repeated if it crashed: a crash says nothing about speed. The row says that it happened."""
     try:
         return run(arm, settings, args)
     except RuntimeError as error:
@@ -215,7 +218,7 @@ def run_twice(arm: str, settings: dict[str, Any], args: argparse.Namespace) -> d
 
 
 def run(arm: str, settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """One run of one arm; a RuntimeError, with its last words, if it fails."""
+    """One run of one arm; a RuntimeError with the end of its output if it fails."""
     settings = {**settings, "compile": args.compile_peers and arm != "paceline"}
     with tempfile.TemporaryDirectory() as folder:
         record, errors = Path(folder) / "record", Path(folder) / "stderr"
@@ -232,7 +235,7 @@ def run(arm: str, settings: dict[str, Any], args: argparse.Namespace) -> dict[st
             assert process.stdout
             for line in process.stdout:
                 said = line.strip() or said
-                if "the step is captured" in line:  # Paceline's first: what came before were trials
+                if "the step is captured" in line:  # Paceline's first step: what came before were trials
                     events.append({"event": "first step", "time": time.time()})
                 if event := line.partition(PREFIX)[2]:
                     events.append(json.loads(event))
@@ -260,7 +263,7 @@ QUIET = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEME
 
 
 def launch(arm: str, settings: dict[str, Any], python: str) -> list[str]:
-    """The command that each one's documentation gives."""
+    """The command that each peer's documentation gives."""
     script, workers = str(FOLDER / ARMS[arm].script), settings["workers"]
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", script]
     if arm == "lightning":
@@ -272,7 +275,7 @@ def launch(arm: str, settings: dict[str, Any], python: str) -> list[str]:
             "reference-batch": settings["part_batch"]
         }
         return [python, "-m", "paceline", "train", script, *(f"--{name}={value}" for name, value in flags.items())]
-    if arm == "accelerate" and (settings["device"] == "cuda" or workers == 1):  # it starts several CPU workers under MPI alone
+    if arm == "accelerate" and (settings["device"] == "cuda" or workers == 1):  # it starts several CPU workers only under MPI
         where = ["--multi_gpu"] if workers > 1 else ["--cpu"] if settings["device"] == "cpu" else []
         precision = "bf16" if settings["precision"] == "bf16" else "no"
         flags = [f"--num_processes={workers}", "--num_machines=1", f"--mixed_precision={precision}", "--dynamo_backend=no"]
@@ -289,32 +292,32 @@ def read_events(events: list[dict[str, Any]], settings: dict[str, Any]) -> tuple
 
 
 def read_record(record: Path) -> tuple[list[float], float]:
-    """The same from Paceline's record."""
+    """Images/s of each epoch, and the last accuracy, from Paceline's record."""
     rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
     epochs = [row for row in rows if row["kind"] == "epoch"]
     return [row["samples_per_s"] for row in epochs], epochs[-1]["val_accuracy"]
 
 
 def held_mb(pid: int) -> float:
-    """Memory of a command's processes, launcher and loaders included; pages that several share count once."""
+    """Memory of a command's processes, including launcher and loaders; shared pages count once."""
     total_kb = 0
     for each in (pid, *children(pid)):
         try:
             text = Path(f"/proc/{each}/smaps_rollup").read_text()
-        except OSError:  # it ended while we looked
+        except OSError:  # the process ended meanwhile
             continue
         total_kb += sum(int(kb) for kb in re.findall(r"^Pss:\s+(\d+) kB", text, re.MULTILINE))
     return total_kb * 1024 / 1e6
 
 
 def not_installed(python: str, module: str) -> str:
-    """Why this interpreter cannot import the module; nothing if it can."""
+    """Why this interpreter cannot import the module; "" if it can."""
     found = subprocess.run([python, "-c", f"import {module}"], capture_output=True, text=True, check=False)
     return found.stderr.strip().splitlines()[-1] if found.returncode else ""
 
 
 def versions(python: str) -> dict[str, str]:
-    """Of Python, torch and those peers that are there."""
+    """Versions of Python, torch and the peers that are installed."""
     code = (
         "import json, platform, importlib.metadata as m; have = {d.name.lower(): d.version for d in m.distributions()};"
         "names = ['torch', 'accelerate', 'lightning', 'mosaicml', 'paceline'];"
@@ -324,7 +327,7 @@ def versions(python: str) -> dict[str, str]:
 
 
 def count_lines(source: str) -> int:
-    """Lines of code: not blank, no comment, no docstring, not marked as belonging to the measurement."""
+    """Lines of code, without blank lines, comments, docstrings and lines that belong to the measurement."""
     idle = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     lines, measuring = set(), set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -1,14 +1,14 @@
-"""How far `paceline plan` is off: fitted on 1 and 2 workers, predicted for more, then measured.
+"""How far off `paceline plan` is: fitted on 1 and 2 workers, predicted for more, then measured.
 
     python bench/plan.py [--cases loopback,1gbit,100mbit] [--counts 1,2,3,4] [--out bench/results/plan.json]
-    python bench/plan.py --table       # the committed result as Markdown, for docs/PLAN.md
+    python bench/plan.py --table       # the committed result as Markdown, for docs/plan.md
 
-Tasks: nets on the built-in data, and `tasks/sleeper.py`, which sleeps where a device would compute:
-a stand-in for workers with a device each, so that the machine's few cores are not all that is measured. Three links: loopback,
-and, as root, network namespaces, one worker each, on a bridge whose cables `tc` shapes to 1 Gbit/s and 100 Mbit/s. Every count
-is measured by `paceline scale`. Predictions are those of `paceline plan`, made twice: *fitted*, from the record cut down to 1
-and 2 workers (`--cluster here`), and, for shaped links, *from the file*: 1 and 2 workers on loopback, and a cluster's TOML that
-only knows the cable's nominal rate. `--cores` tells what no record knows: sleeper's workers share none, namespaces share all.
+Tasks: nets on the built-in data, and `tasks/sleeper.py`, which sleeps instead of computing. It stands in for workers that have
+a device each, so that the result does not only measure the machine's few cores. Three links: loopback and, as root, network
+namespaces with one worker each on a bridge with cables that `tc` shapes to 1 Gbit/s and 100 Mbit/s. `paceline scale` measures
+every number of workers. Predictions are those of `paceline plan`, made in two ways: *fitted*, from the record cut down to 1 and
+2 workers (`--cluster here`), and, for shaped links, *from the file*: 1 and 2 workers on loopback, and a cluster TOML with only
+the cable's nominal rate. `--cores` says what a record cannot know: sleeper's workers share no cores, namespaces share all.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from paceline.plan.plan import Request, make_plan
 
 BENCH = Path(__file__).resolve().parent
 RESULTS = BENCH / "results" / "plan.json"
-FIT_ON = 2  # workers at most that a fit may see
+FIT_ON = 2  # most workers that a fit may see
 NOMINAL = """name = "nominal"
-about = "one worker a node, a cable's nominal rate, TCP's share of it as in the preset gigabit-lab"
+about = "one worker per node, a cable's nominal rate, TCP's share of it as in the preset gigabit-lab"
 workers_per_node = 1
 trees = false
 inter = {{latency_us = 150, bandwidth_GBps = {rate:g}, efficiency = {{typical = 0.92, low = 0.8, high = 0.949}}}}
@@ -46,7 +46,8 @@ TASKS = {
     "sleeper": [str(BENCH / "tasks" / "sleeper.py")],
 }
 BURSTS = {"loopback": "", "1gbit": "128kb", "100mbit": "32kb"}
-"""What tc lets pass unshaped. With 64 kB it carries half of 1 Gbit/s, so the net's gradient of 118 kB slips through there."""
+"""Bytes that tc lets pass unshaped. With 64 kB, tc reaches only half of 1 Gbit/s. With 128 kB, cnn's gradient of 118 kB passes
+unshaped."""
 
 GB_PER_S = {"1gbit": 0.125, "100mbit": 0.0125}
 WORDS = {"loopback": "loopback", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
@@ -66,7 +67,7 @@ def main() -> None:
                 measure(runs, task, link, counts, args)
         result = {
             "what": "samples/s predicted from 1 and 2 workers against measured ones; error = predicted / measured - 1",
-            "n": f"{args.windows} windows of {args.window_s:g} s a count, medians",
+            "n": f"medians of {args.windows} windows of {args.window_s:g} s per number of workers",
             "cases": [case for task in tasks for link in links for case in judge(runs, task, link)],
         }
     finally:
@@ -77,21 +78,21 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags."""
+    """Parse the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", default="cnn,sleeper", help=f"of {', '.join(TASKS)}")
-    parser.add_argument("--cases", default=",".join(BURSTS), help="links to measure; all but loopback need root")
+    parser.add_argument("--tasks", default="cnn,sleeper", help=f"any of {', '.join(TASKS)}")
+    parser.add_argument("--cases", default=",".join(BURSTS), help="links to measure; all except loopback need root")
     parser.add_argument("--counts", default="1,2,3,4")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--window-s", type=float, default=2.0)
-    parser.add_argument("--keep", default="", metavar="DIR", help="keep the records here; those there are not measured again")
+    parser.add_argument("--keep", default="", metavar="DIR", help="keep the records here; existing ones are not measured again")
     parser.add_argument("--out", default=str(RESULTS))
-    parser.add_argument("--table", action="store_true", help="measure nothing: the result as Markdown")
+    parser.add_argument("--table", action="store_true", help="measure nothing; print the result as Markdown")
     return parser.parse_args(argv)
 
 
 def measure(runs: Path, task: str, link: str, counts: Sequence[int], args: argparse.Namespace) -> None:
-    """A record with all counts of a task on a link."""
+    """Make a record with all numbers of workers of a task on a link."""
     if (runs / f"{task}-{link}" / "scale.json").exists():
         return
     flags = [*TASKS[task], "--name", f"{task}-{link}", "--runs-dir", str(runs)]
@@ -112,7 +113,7 @@ PACELINE = [sys.executable, "-m", "paceline", "scale"]
 
 
 def start(commands: Sequence[Sequence[str]], timeout_s: float = 900) -> None:
-    """Run these commands at once, to their end; one thread a worker, however many workers there are."""
+    """Run these commands at the same time and wait for all; one thread per worker, for any number of workers."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) for command in commands]
     end = time.monotonic() + timeout_s
@@ -128,10 +129,10 @@ def start(commands: Sequence[Sequence[str]], timeout_s: float = 900) -> None:
 
 
 def judge(runs: Path, task: str, link: str) -> list[dict[str, Any]]:
-    """Predictions of one record against its measurements."""
+    """Compare predictions of one record with its measurements."""
     record = runs / f"{task}-{link}"
     whole = read_measured(record)
-    cores = told(task, link, whole)
+    cores = cores_flag(task, link, whole)
     fitted = Request(record=str(cut(record, FIT_ON)), cluster="here", cores=cores)
     cases = [compare(fitted, whole, {"task": task, "link": link, "how": "fitted", "known": FIT_ON})]
     if link != "loopback" and (runs / f"{task}-loopback").exists():
@@ -142,15 +143,15 @@ def judge(runs: Path, task: str, link: str) -> list[dict[str, Any]]:
     return cases
 
 
-def told(task: str, link: str, whole: Measured) -> str:
-    """What `--cores` says: sleeper sleeps on a device of its own; namespaces look like nodes, but are one machine."""
+def cores_flag(task: str, link: str, whole: Measured) -> str:
+    """The value of `--cores`: sleeper uses no core; namespaces look like nodes but share one machine."""
     if task == "sleeper":
         return "none"
     return "" if link == "loopback" or whole.cores is None else str(whole.cores)
 
 
 def cut(record: Path, most: int) -> Path:
-    """The record with counts of so many workers at most, as if no more had been measured."""
+    """The record with at most `most` workers, as if no more had been measured."""
     found = json.loads((record / "scale.json").read_text())
     for name in ("counts", "links"):
         found[name] = [each for each in found[name] if each["workers"] <= most]
@@ -161,7 +162,7 @@ def cut(record: Path, most: int) -> Path:
 
 
 def compare(request: Request, whole: Measured, about: dict[str, Any]) -> dict[str, Any]:
-    """Each count that was not known on this link, as `paceline plan` predicts it: predicted, measured, error."""
+    """Every number of workers that was not known on this link: predicted by `paceline plan`, measured, error."""
     unknown = {point.workers: point for point in whole.points if point.workers > about["known"]}
     plan = make_plan(replace(request, workers=",".join(map(str, unknown))))
     rows = []
@@ -188,7 +189,7 @@ def compare(request: Request, whole: Measured, about: dict[str, Any]) -> dict[st
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown, for docs/PLAN.md."""
+    """The result as Markdown, for docs/plan.md."""
     heads = ("task", "link", "predicted from", "workers", "predicted (low to high)", "measured", "error")
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for case in result["cases"]:
@@ -201,7 +202,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The errors in a sentence."""
+    """The errors in one sentence."""
     rows = [row for case in result["cases"] for row in case["rows"]]
     errors = [abs(row["error"]) for row in rows]
     held = sum(row["low"] <= row["measured"] <= row["high"] for row in rows)
@@ -214,10 +215,10 @@ def summary(result: dict[str, Any]) -> str:
 
 @contextmanager
 def nodes_on_a_bridge(count: int, rate: str, burst: str) -> Iterator[list[Node]]:
-    """So many namespaces on a bridge in a namespace of its own, each cable shaped at both ends; gone at the end."""
+    """`count` namespaces on a bridge in a separate namespace, each cable shaped at both ends; removed at the end."""
     missing = (["root"] if os.geteuid() else []) + [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
-        raise SystemExit(f"shaped links need {' and '.join(missing)}: leave them out with --cases loopback")
+        raise SystemExit(f"shaped links need {' and '.join(missing)}: use --cases loopback to skip them")
     hub = f"pl-hub-{os.getpid()}"
     nodes = [Node(f"pl-{os.getpid()}-{i}", f"192.168.78.{i + 1}") for i in range(count)]
     try:

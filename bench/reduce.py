@@ -1,11 +1,11 @@
-"""What exactness costs, and that fast mode costs nothing: images/s of 2 CPU workers with DDP by hand, `--reduce fast`, `exact`.
+"""What exact and fast mode cost: images/s of 2 CPU workers with hand-written DDP, `--reduce fast` and `--reduce exact`.
 
     python bench/reduce.py [--rounds 9] [--models cnn mlp:width=1024] [--out bench/results/reduce.json]
 
-All three train the same model on the same batches, in the same two processes, an epoch at a time in turn, so that a busy
-machine slows all of them; each round gives one ratio of each, and medians are the result. `plain` is the loop one would write
-by hand around torch's DistributedDataParallel: same data on the device, same augmentation, same optimizer, no metrics, no
-checks. One thread a worker. The first round is warm-up and left out.
+All three train the same model on the same batches in the same two processes. They take turns epoch by epoch, so a busy machine
+slows all of them. Each round gives one value of each ratio; the result is their medians. `plain` is a hand-written loop around
+torch's DistributedDataParallel: same data on the device, same augmentation, same optimizer, no metrics, no checks. One thread
+per worker. The first round is warm-up and is left out.
 """
 
 import argparse
@@ -42,9 +42,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["cnn", "resnet:depth=8", "mlp:width=1024"])
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "reduce.json"))
     args = parser.parse_args()
-    by_model = {model: summarise(run_workers(measure, WORKERS, model, args.rounds, timeout_s=3600)[0]) for model in args.models}
+    by_model = {model: summarize(run_workers(measure, WORKERS, model, args.rounds, timeout_s=3600)[0]) for model in args.models}
     result = {
-        "what": "images/s of 2 CPU workers of one thread on fashion-mnist-mini: DDP by hand, --reduce fast, --reduce exact",
+        "what": "images/s of 2 one-thread CPU workers on fashion-mnist-mini: hand-written DDP, --reduce fast, --reduce exact",
         "part_batch": PART_BATCH,
         "by_model": by_model,
     }
@@ -53,9 +53,10 @@ def main() -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown, for the README."""
+    """The result as Markdown, for docs/exact.md."""
     lines = [
-        "| model (parameters) | DDP by hand | fast | exact | fast / by hand: time | exact / fast: time | exact / fast: bytes |",
+        "| model (parameters) | hand-written DDP | fast | exact"
+        " | time: fast / hand-written | time: exact / fast | bytes: exact / fast |",
         "|---|---|---|---|---|---|---|",
     ]
     for model, found in result["by_model"].items():
@@ -68,7 +69,7 @@ def table(result: dict[str, Any]) -> str:
 RATIOS = ("fast_over_plain", "exact_over_fast")
 
 
-def summarise(found: dict[str, Any]) -> dict[str, Any]:
+def summarize(found: dict[str, Any]) -> dict[str, Any]:
     """Medians over the rounds, and ratios of times within each round."""
     rows = found.pop("rows")
     for row in rows:
@@ -77,7 +78,7 @@ def summarise(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(world: World, model: str, rounds: int) -> dict[str, Any]:
-    """One worker's account of it."""
+    """Measure on one worker."""
     rows: list[dict[str, float]] = []
     for number in range(rounds + 1):
         row = {}
@@ -98,7 +99,7 @@ def measure(world: World, model: str, rounds: int) -> dict[str, Any]:
 
 
 def plain_epoch(task: Task, config: Config, world: World) -> float:
-    """Images/s of an epoch with DDP as one would write it by hand."""
+    """Images/s of an epoch with a hand-written DDP loop."""
     data = task.train()
     assert isinstance(data, Arrays)
     loader, rank = Resident(data, task.prepare, world.device), world.rank

@@ -1,12 +1,12 @@
-"""Kill a run 50 times at random moments, on 1 to 4 workers in turn, and see that nothing came of it.
+"""Kill a run 50 times at random moments, on 1 to 4 workers, and check that it still ends with the same model.
 
     python bench/soak.py [--kills 50] [--seed 0] [--out bench/results/soak.json]
 
 The run trains a small residual net (batch norm, momentum, augmentation) in exact mode, with four virtual workers. Every attempt
-resumes it on a random number of workers and ends with SIGKILL: of a random worker or the launcher at a random moment of
-training or of start-up, in the middle of writing a checkpoint, or just after a checkpoint that lost its end. At last it may
-finish. Its weights must have the hash of the same run left alone on one worker, its record the same numbers, and every sample
-of every epoch must have been trained on exactly once.
+resumes it on a random number of workers and ends with SIGKILL: to a random worker or the launcher at a random moment of
+training or start-up, in the middle of writing a checkpoint, or just after a checkpoint was truncated. The last attempt may
+finish. The weights must have the same hash, and the record the same numbers, as an uninterrupted run on one worker. Every
+sample of every epoch must have been trained on exactly once.
 """
 
 import argparse
@@ -31,7 +31,7 @@ HOW = ("worker", "worker", "launcher", "start-up", "checkpoint write", "torn che
 
 
 def main() -> int:
-    """Soak, print the tally, write it down; 0 if all is as it should be."""
+    """Run the soak, print and write the tally; 0 if everything is as expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def soak(kills: int, chance: random.Random) -> dict[str, Any]:
-    """The whole of it, in the current folder."""
+    """Run everything in the current folder."""
     assert train("calm", 1, []).wait() == 0
     calm, run = Path("runs/calm"), Path("runs/soak")
     for path in Path("seen").iterdir():
@@ -78,8 +78,8 @@ def soak(kills: int, chance: random.Random) -> dict[str, Any]:
             os.kill(victim, signal.SIGKILL)
         code = process.wait(timeout=120)
         struck = how in ("worker", "launcher", "start-up") or Path("seen/struck-0").exists()
-        assert code != 0, "it came to its end before it could be killed: make it longer"
-        assert struck, f"it ended by itself:\n{Path('soak.log').read_text()[-3000:]}"
+        assert code != 0, "the run finished before it could be killed: make it longer"
+        assert struck, f"the run ended on its own:\n{Path('soak.log').read_text()[-3000:]}"
         row = {"workers": workers, "how": how, "from_step": before, "newest_checkpoint": newest(run), "exit_code": code}
         done.append(row)
         print(
@@ -89,7 +89,7 @@ def soak(kills: int, chance: random.Random) -> dict[str, Any]:
     assert train("soak", chance.randint(1, 4), []).wait() == 0
     how_many = {how: sum(row["how"] == how for row in done) for how in dict.fromkeys(HOW)}
     return {
-        "what": "a run killed again and again against the same run left alone",
+        "what": "a run that was killed many times, compared with the same run uninterrupted",
         "kills": len(done),
         "by_kind": how_many,
         "by_workers": {str(n): sum(row["workers"] == n for row in done) for n in range(1, 5)},
@@ -104,7 +104,7 @@ def soak(kills: int, chance: random.Random) -> dict[str, Any]:
 
 
 def train(name: str, workers: int, planned: list[faults.Fault], slow_s: float = 0.0) -> "subprocess.Popen[bytes]":
-    """Start the run, or go on with it."""
+    """Start the run, or resume it."""
     command = [
         sys.executable,
         "-m",
@@ -124,7 +124,7 @@ def train(name: str, workers: int, planned: list[faults.Fault], slow_s: float = 
 
 
 def worker_pids(pid: int) -> list[int]:
-    """The launcher's workers, or the process itself where it trains alone."""
+    """The launcher's workers, or the process itself if it is the only worker."""
     return [child for child, command in children(pid).items() if "paceline train" in command] or [pid]
 
 
@@ -133,9 +133,9 @@ def seen_bytes() -> int:
 
 
 def await_steps(process: "subprocess.Popen[bytes]", before: int) -> None:
-    """Until this attempt has begun to train."""
+    """Wait until this attempt has begun to train."""
     while seen_bytes() <= before:
-        assert process.poll() is None, f"it ended by itself:\n{Path('soak.log').read_text()[-3000:]}"
+        assert process.poll() is None, f"the run ended on its own:\n{Path('soak.log').read_text()[-3000:]}"
         time.sleep(0.01)
 
 
@@ -161,7 +161,7 @@ def every_sample_once() -> bool:
 
 
 def summary(tally: dict[str, Any]) -> str:
-    """The tally in a line, for the README."""
+    """The tally in one line, for docs/recovery.md."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in tally["by_kind"].items())
     return (
         f"{tally['kills']} kills ({kinds}) on 1 to 4 workers over {tally['steps']} steps: same weights hash"

@@ -2,10 +2,10 @@
 
     python bench/speedrun.py [--runs 10] [--commands 3] [--out bench/results/speedrun.json]
 
-Every run trains the recipe's fixed number of epochs; the result is the mean accuracy at its end and the time it took. From the
-first step: the clock starts when the step is ready to run and stops when the last validation is known, with all validations in
-it. These runs share a process, one seed after the other. From the process start: the command itself, by its parent's clock, the
-first time with an empty compile cache. `--recipe` and `--data` try something else.
+Every run trains the recipe's fixed number of epochs. The result is the mean final accuracy and the time it took. "From the
+first step": the clock starts when the step is ready to run and stops when the last validation is done; all validations are
+included. These runs share a process, one seed after the other. "From the process start": the command itself, timed by its
+parent, the first time with an empty compile cache. `--recipe` and `--data` try something else.
 """
 
 import argparse
@@ -46,12 +46,12 @@ def main() -> None:
     with world() as here:
         for seed in range(args.runs):
             runs.append(from_first_step(here, args, seed))
-            write(args.out, summarise(args, runs, commands))
-    summary = summarise(args, runs, commands)
+            write(args.out, summarize(args, runs, commands))
+    summary = summarize(args, runs, commands)
     print(json.dumps({name: value for name, value in summary.items() if name not in ("recipe", "runs")}, indent=2))
 
 
-def summarise(args: argparse.Namespace, runs: list[dict[str, float]], commands: list[dict[str, float]]) -> dict[str, Any]:
+def summarize(args: argparse.Namespace, runs: list[dict[str, float]], commands: list[dict[str, float]]) -> dict[str, Any]:
     """The result so far."""
     accuracies = [run["accuracy"] for run in runs]
     return {
@@ -75,7 +75,7 @@ def from_first_step(here: World, args: argparse.Namespace, seed: int) -> dict[st
     ended: list[float] = []
 
     class Notes:
-        """An observer that looks at the clock when an epoch has been validated."""
+        """An observer that notes the time when an epoch has been validated."""
 
         def __getattr__(self, name: str) -> Any:
             return lambda *_: None
@@ -102,7 +102,7 @@ def from_first_step(here: World, args: argparse.Namespace, seed: int) -> dict[st
 
 
 def from_process_start(args: argparse.Namespace) -> list[dict[str, float]]:
-    """The command, started several times with one compile cache, empty at first."""
+    """Run the command several times with one compile cache, which is empty at first."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled", "PYTHONUNBUFFERED": "1"}

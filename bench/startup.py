@@ -1,12 +1,12 @@
-"""Seconds from the command to the end of the first training step, stage by stage, and on to the prompt.
+"""Seconds from the command to the end of the first training step, stage by stage, and to the end of the command.
 
     python bench/startup.py [--rounds 7] [--workers 1 2] [--device-flags "--backend gloo"] [--against HEAD]
 
-Starts the real command (`paceline train fashion-mnist-mini --max-steps 1`) again and again. `stages/sitecustomize.py` notes
-from outside when each process gets where; of several workers the last counts. With `--against REV` that revision runs from a
-worktree in a temporary folder, the two taking turns, so that a busy machine slows both; the result has the ratio of each round.
-One start of each kind before the rounds is not counted: it writes the bytecode. CPU seconds are those of all processes. On a
-busy machine set OMP_NUM_THREADS=1: one worker on all cores spends its steps waiting for threads that do not run.
+Runs the real command (`paceline train fashion-mnist-mini --max-steps 1`) several times. `stages/sitecustomize.py` notes from
+outside when each process reaches each stage; of several workers the last one counts. With `--against REV` that revision runs
+from a worktree in a temporary folder. The two take turns, so a busy machine slows both; the result has the ratio of each round.
+One uncounted run of each kind before the rounds writes the bytecode. CPU seconds are those of all processes. On a busy machine
+set OMP_NUM_THREADS=1: one worker on all cores spends its steps waiting for threads that are not running.
 """
 
 import argparse
@@ -41,7 +41,7 @@ STAGES = {
     "worker ends": ("0", "end"),
     "launcher ends": ("-", "end"),
 }
-"""In this order; "0" stands for any worker, and one process alone is a worker."""
+"""In this order. "0" means any worker; a single process is a worker."""
 STEP, END = "first step done", "command ended"
 
 
@@ -70,7 +70,7 @@ def main() -> None:
 
 @contextmanager
 def sources(against: str) -> Iterator[dict[str, Path]]:
-    """Where each version's `src` is: this one, and one from a worktree that is gone afterwards."""
+    """The `src` folder of each version: this one, and one from a temporary worktree."""
     here = {"now": ROOT / "src"}
     if not against:
         yield here
@@ -85,19 +85,19 @@ def sources(against: str) -> Iterator[dict[str, Path]]:
 
 
 def revision(name: str) -> str:
-    """The commit that a name stands for."""
+    """The commit that a name refers to."""
     return subprocess.run(["git", "rev-parse", name], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def measure(workers: int, trees: dict[str, Path], args: argparse.Namespace) -> dict[str, Any]:
-    """All rounds with so many workers; every other round goes through the versions the other way round."""
+    """All rounds with this number of workers; the order of the versions alternates."""
     for source in trees.values():
         start(workers, source, args.device_flags)
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     for repeat in range(args.rounds):
         for name in list(trees)[:: 1 if repeat % 2 == 0 else -1]:
             rows[name].append(start(workers, trees[name], args.device_flags))
-        said = ", ".join(f"{name} {found[-1][STEP]:.2f} s, {found[-1][END]:.2f} s in all" for name, found in rows.items())
+        said = ", ".join(f"{name} {found[-1][STEP]:.2f} s, {found[-1][END]:.2f} s in total" for name, found in rows.items())
         print(f"{workers} worker(s), {repeat + 1}/{args.rounds}: first step after {said}", flush=True)
     result: dict[str, Any] = {"n": args.rounds}
     for name, found in rows.items():
@@ -111,14 +111,14 @@ def measure(workers: int, trees: dict[str, Path], args: argparse.Namespace) -> d
 
 
 def start(workers: int, source: Path, flags: str) -> dict[str, float]:
-    """Run the command once; the seconds at which each stage was reached."""
+    """Run the command once; seconds until each stage was reached."""
     with tempfile.TemporaryDirectory() as folder:
         notes, output = Path(folder) / "stages", Path(folder) / "output"
         where = ["--runs-dir", folder, "--name", "run", "--workers", str(workers), "--max-steps", "1"]
         command = [sys.executable, "-m", "paceline", "train", "fashion-mnist-mini", *where, *shlex.split(flags)]
         paths = os.pathsep.join([str(Path(__file__).parent / "stages"), str(source)])
         env = {**os.environ, "PYTHONPATH": paths, "STARTUP_STAGES": str(notes)}
-        env.pop("PYTHONDONTWRITEBYTECODE", None)  # who installs paceline has its bytecode
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed paceline has its bytecode
         with output.open("w") as file:
             begin = time.monotonic()
             process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, cwd=folder)
@@ -132,7 +132,7 @@ def start(workers: int, source: Path, flags: str) -> dict[str, float]:
 
 
 def read_notes(path: Path, begin: float) -> dict[tuple[str, str], float]:
-    """Seconds by (who, stage): "-" for the launcher, "0" for the last of the workers to get there."""
+    """Seconds by (process, stage): "-" is the launcher, "0" the last worker to reach the stage."""
     lines = [line.split(maxsplit=3) for line in path.read_text().splitlines()]
     launched = any(rank != "-" for _, _, rank, _ in lines)
     times: dict[tuple[str, str], float] = {}

@@ -1,11 +1,11 @@
-"""What it costs to know where the step goes: images/s with the clock in every step and health in the record, and without.
+"""What timing every step costs: images/s with and without the clock in every step and health in the record.
 
     python bench/timing.py [--rounds 15] [--epochs 3] [--models cnn resnet:depth=8] [--out bench/results/timing.json]
 
-Both train the same model on the same batches in the same processes, some epochs at a time in turn, so that a busy machine slows
-both; each round gives one ratio of times, and medians are the result. Without: the same loop with a clock that does nothing, no
-hooks on gradients, and no look at the steps. Two CPU workers of one thread over gloo; on a machine with a GPU one worker, whose
-step is captured as a CUDA graph. The first round is warm-up and left out.
+Both train the same model on the same batches in the same processes. They take turns, a few epochs at a time, so a busy machine
+slows both. Each round gives one ratio of times; the result is their median. "Without" is the same loop with a clock that does
+nothing, no hooks on gradients, and no health checks. Two CPU workers with one thread each over gloo; on a machine with a GPU,
+one worker with a captured step (CUDA graph). The first round is warm-up and is left out.
 """
 
 import argparse
@@ -45,18 +45,18 @@ def main() -> None:
             rows = run_workers(measure, 2, model, *asked, timeout_s=3600)[0]
         by_model[model] = {name: spread([row[name] for row in rows], 4) for name in rows[0]} | {"n": len(rows), "rows": rows}
         print(f"{model}: time with / without {by_model[model]['ratio']}", flush=True)
-    where = torch.cuda.get_device_name() if gpu else "2 CPU workers of one thread, gloo"
+    where = torch.cuda.get_device_name() if gpu else "2 CPU workers with one thread each, gloo"
     what = f"images/s of {args.task} with and without clock and health"
     write(args.out, {"what": what, "where": where, "by_model": by_model})
 
 
 def measure(here: World, model: str, task: str, rounds: int, epochs: int) -> list[dict[str, float]]:
-    """One worker's account of it."""
+    """Measure on one worker."""
     rows: list[dict[str, float]] = []
     for number in range(rounds + 1):
         row: dict[str, float] = {}
         for kind in ("with", "without") if number % 2 else ("without", "with"):
-            with blind() if kind == "without" else seeing():
+            with untimed() if kind == "without" else timed():
                 run = build(*tasks.resolve(task, {"epochs": epochs, "model": model}), here)
                 result = fit(run, ())
             row[kind] = result.steps * run.sampler.global_batch / result.train_time_s
@@ -67,20 +67,20 @@ def measure(here: World, model: str, task: str, rounds: int, epochs: int) -> lis
 
 
 @contextmanager
-def seeing() -> Iterator[None]:
-    """As it is."""
+def timed() -> Iterator[None]:
+    """With the clock and health checks."""
     yield
 
 
 @contextmanager
-def blind() -> Iterator[None]:
-    """Nobody looks at the clock."""
+def untimed() -> Iterator[None]:
+    """Without the clock and health checks."""
     with mock.patch.object(loop, "Clock", NoClock), mock.patch.object(Health, "look", return_value=None):
         yield
 
 
 class NoClock(Clock):
-    """Stamps nothing."""
+    """A clock that records nothing."""
 
     def __init__(self, here: World, *_: Any) -> None:
         super().__init__(here)

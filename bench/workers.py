@@ -1,11 +1,11 @@
-"""Images/s of 2 CPU workers against 1 worker with one thread, on the mini set, in one run.
+"""Images/s of 2 CPU workers against 1 CPU worker, with one thread each, on the mini set.
 
     python bench/workers.py [--repeats 7] [--part-batch 128 512] [--out bench/results/workers.json]
 
-Four things are measured in turn, several times, so that a busy machine slows all: one worker; two workers; two workers that
-only wait for each other after every step, by an all-reduce of one number, and average nothing; and two runs of one worker at
-the same time that never talk to each other, which is the most that two cores can give. Each round gives one ratio of each;
-medians are the result. The first epoch of each run is warm-up and left out.
+Four cases take turns, several times, so a busy machine slows all of them: one worker; two workers; two workers that average
+nothing and only wait for each other after every step, in an all-reduce of one number; and two independent runs of one worker at
+the same time, which is the most that two cores can give. Each round gives one value of each ratio; the result is their medians.
+The first epoch of each run is warm-up and is left out.
 """
 
 import argparse
@@ -34,11 +34,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--model", default="cnn")
-    parser.add_argument("--part-batch", type=int, nargs="+", default=[128, 512], help="samples a worker and step")
+    parser.add_argument("--part-batch", type=int, nargs="+", default=[128, 512], help="samples per worker and step")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "workers.json"))
     args = parser.parse_args()
     result = {
-        "what": "images/s training fashion-mnist-mini on CPU workers of one thread: 1 worker, 2 workers, 2 runs apart",
+        "what": "images/s training fashion-mnist-mini on one-thread CPU workers: 1 worker, 2 workers, 2 independent runs",
         "model": args.model,
         "by_part_batch": {str(part_batch): measure(part_batch, args) for part_batch in args.part_batch},
     }
@@ -56,18 +56,18 @@ def measure(part_batch: int, args: argparse.Namespace) -> dict[str, object]:
         rows[-1] |= {"ratio": two / one, "ratio_in_step": wait / one, "ratio_apart": apart / one}
         print(
             f"part batch {part_batch}, {repeat + 1}/{args.repeats}: 1 worker {one:,.0f}, 2 workers {two:,.0f} images/s,"
-            f" ratio {two / one:.3f} (only waiting: {wait / one:.3f}, two runs apart: {apart / one:.3f})",
+            f" ratio {two / one:.3f} (only waiting: {wait / one:.3f}, independent runs: {apart / one:.3f})",
             flush=True,
         )
     medians = {name: spread([row[name] for row in rows]) for name in rows[0]}
-    print(f"part batch {part_batch}: median ratio {medians['ratio']}, apart {medians['ratio_apart']}, n = {len(rows)}")
+    print(f"part batch {part_batch}: median ratio {medians['ratio']}, independent {medians['ratio_apart']}, n = {len(rows)}")
     return {"n": len(rows), **medians, "rows": rows}
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown, for the README."""
+    """The result as Markdown, for docs/speed.md."""
     lines = [
-        "| samples a worker and step | 1 worker | 2 workers | ratio | that only wait for each other | two runs apart |",
+        "| samples per worker and step | 1 worker | 2 workers | ratio | ratio if they only wait | ratio of independent runs |",
         "|---|---|---|---|---|---|",
     ]
     for part_batch, found in result["by_part_batch"].items():
@@ -81,10 +81,10 @@ RATIOS = ("ratio", "ratio_in_step", "ratio_apart")
 
 
 def in_step(here: World, part_batch: int, model: str, epochs: int) -> float:
-    """As one of two workers that train apart but wait for each other after every step; the images/s of both."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[here.rank :: here.size])  # as Paceline's own workers are
+    """One of two workers that train independently but wait for each other after every step; images/s of both."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[here.rank :: here.size])  # as Paceline binds its workers
     engine.averages = lambda world, exact: False  # no DDP
-    loop.check_agreement = lambda *_: None  # they do not agree
+    loop.check_agreement = lambda *_: None  # their weights differ
     options = {"model": model, "epochs": epochs, "reference_batch": part_batch, "log_every": 1_000_000}
     run = build.build(*tasks.resolve("fashion-mnist-mini", options), here)
     run.update.optimizer.register_step_post_hook(lambda *_: dist.all_reduce(torch.zeros(1)))
@@ -102,7 +102,7 @@ def in_step(here: World, part_batch: int, model: str, epochs: int) -> float:
 
 
 def images_per_s(runs: list[int], part_batch: int, args: argparse.Namespace) -> float:
-    """Start these runs, of so many workers each, at once; the sum of their images/s, each the median of the later epochs."""
+    """Start runs with these numbers of workers at the same time; the sum of their images/s (medians of the later epochs)."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--model", args.model, "--epochs", str(args.epochs), "--reference-batch", str(part_batch)]
         command = [sys.executable, "-m", "paceline", "train", "fashion-mnist-mini", *flags, "--runs-dir", folder]

@@ -2,7 +2,7 @@
 
     paceline train examples/char_lm.py --workers 2
 
-A sample is a window of 64 characters; the model predicts each next one. The data is a map-style Dataset of the user's own, so
+A sample is a window of 64 characters; the model predicts each next character. The data is a user-defined map-style Dataset, so
 batches come through torch's DataLoader.
 """
 
@@ -21,7 +21,7 @@ SYMBOLS = 128  # ASCII; anything else becomes a question mark
 
 
 def task() -> Task:
-    """What `paceline train` asks this file for."""
+    """The function that `paceline train` calls."""
     return Task(
         name="char-lm",
         model=lambda: CharModel(width=96, layers=2),
@@ -44,7 +44,7 @@ def task() -> Task:
 
 
 def text() -> Tensor:
-    """Every help topic, as numbers below 128."""
+    """All help topics, as numbers below 128."""
     from pydoc_data.topics import topics
 
     joined = "\n".join(topics[name] for name in sorted(topics))
@@ -52,7 +52,7 @@ def text() -> Tensor:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a stretch of the text, side by side, each with the characters that follow."""
+    """Non-overlapping windows of a range of the text, each with the characters that follow."""
 
     def __init__(self, characters: Tensor, start: float, stop: float) -> None:
         self._text = characters[int(start * len(characters)) : int(stop * len(characters))]
@@ -85,7 +85,7 @@ class CharModel(nn.Module):
 
 
 def next_character(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Mean loss, bits and accuracy of each window."""
+    """Mean loss, bits per character and accuracy of each window."""
     characters, following = batch
     logits = model(characters).float()
     loss = F.cross_entropy(logits.transpose(1, 2), following, reduction="none").mean(1)

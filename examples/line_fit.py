@@ -1,9 +1,9 @@
-"""Fit a line: the smallest task there is. The data are 100 points of y = 10 x + 2 with noise of deviation 1.
+"""Fit a line: the smallest task. The data are 100 points of y = 10 x + 2 with noise of standard deviation 1.
 
     paceline train examples/line_fit.py
     paceline train examples/line_fit.py --workers 2 --global-batch 32
 
-The validation loss ends near 1, the variance of the noise: no line can do better.
+The validation loss ends near 1, the variance of the noise. No line can do better.
 """
 
 import torch
@@ -13,7 +13,7 @@ from paceline import Arrays, Task
 
 
 def task() -> Task:
-    """What `paceline train` asks this file for."""
+    """The function that `paceline train` calls."""
     return Task(
         name="line-fit",
         model=lambda: nn.Linear(1, 1),
@@ -40,6 +40,6 @@ def points(count: int, seed: int) -> Arrays:
 
 
 def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """One loss a point."""
+    """One loss per point."""
     x, y = batch
     return {"loss": (model(x) - y).square().squeeze(1)}

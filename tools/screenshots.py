@@ -59,7 +59,7 @@ def take(browser: Browser, folder: Path) -> None:
     paceline(folder, "report", "scaling")
     with opened(browser, (folder / "runs" / "scaling" / "report.html").as_uri(), "light") as page:
         shoot(page, "Scaling", "scaling.png")
-        shoot(page, "Where a step's time went", "parts.png")
+        shoot(page, "Where a step's time went", "step_time.png")
     with opened(browser, (folder / "runs" / "two-workers" / "report.html").as_uri(), "dark") as page:
         shoot(page, "Timeline", "timeline.png")
     command = [sys.executable, "-m", "paceline", "board", "--port", "0"]

@@ -1,4 +1,4 @@
-"""Print the tables of docs/OPTIMIZERS.md, from studies/results/*.json and bench/results/optimizers.json.
+"""Print the tables of docs/optimizers.md, from studies/results/*.json and bench/results/optimizers.json.
 
 python tools/study_tables.py
 """
@@ -69,7 +69,7 @@ def course_table(wide: dict[str, Any], small: dict[str, Any]) -> str:
 
 def registry_table() -> str:
     """The optimizer registry."""
-    lines = ["| | what it is | adapts | values kept a weight | sparse gradients | |", "|---|---|---|---|---|---|"]
+    lines = ["| | what it is | adapts | values kept per weight | sparse gradients | |", "|---|---|---|---|---|---|"]
     for name, entry in OPTIMIZERS.items():
         yes = ["yes" if each else "no" for each in (entry.adapts, entry.sparse)]
         lines.append(f"| `{name}` | {entry.about} | {yes[0]} | {entry.state} | {yes[1]} | {entry.reference} |")
@@ -91,7 +91,7 @@ def tables() -> dict[str, str]:
 
 def optimizer_table(found: dict[str, Any]) -> str:
     """The cost of a step of each optimizer."""
-    lines = ["| | by itself: us | over AdamW | in a captured step: us | over AdamW |", "|---|---|---|---|---|"]
+    lines = ["| | alone: us | ratio to AdamW | in a captured step: us | ratio to AdamW |", "|---|---|---|---|---|"]
     for name, eager in found["eager"]["by_optimizer"].items():
         graph = found["graph"]["by_optimizer"].get(name)
         inside = f"{graph['ms']['median'] * 1000:.0f} | {graph['over_adamw']['median']:.2f}" if graph else "- | -"

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate, as its quick tour has it: `accelerator.prepare`, `accelerator.backward`, `gather_for_metrics`."""
+"""Hugging Face Accelerate, as in its quick tour: `accelerator.prepare`, `accelerator.backward`, `gather_for_metrics`."""
 
 import torch
 from accelerate import Accelerator
@@ -29,7 +29,7 @@ def main() -> None:
     model = args.make_model()
     loss_function = nn.CrossEntropyLoss(label_smoothing=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.peak_lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(  # prepared, it steps once for each worker: so len(train) is of one worker
+    schedule = torch.optim.lr_scheduler.OneCycleLR(  # prepared, it steps once per worker: len(train) is one worker's
         optimizer,
         max_lr=args.peak_lr,
         total_steps=args.epochs * len(train),

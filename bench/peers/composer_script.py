@@ -1,4 +1,4 @@
-"""MosaicML Composer, as its getting-started page has it: a ComposerClassifier and a Trainer; run with `composer -n WORKERS`."""
+"""MosaicML Composer, as in its getting-started page: a ComposerClassifier and a Trainer; run with `composer -n WORKERS`."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Lightning, as its documentation has it: a LightningModule and a Trainer; logger, checkpoints and progress bar off."""
+"""Lightning, as in its documentation: a LightningModule and a Trainer; logger, checkpoints and progress bar off."""
 
 import lightning as L
 import torch

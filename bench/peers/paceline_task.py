@@ -1,4 +1,4 @@
-"""Paceline, as README.md has it: a file with a function task(), for `paceline train bench/peers/paceline_task.py`."""
+"""Paceline, as in README.md: a file with a function task(), for `paceline train bench/peers/paceline_task.py`."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Plain torch, as pytorch.org's DDP tutorials have it: torchrun, DistributedDataParallel, DistributedSampler, DataLoader."""
+"""Plain torch, as in pytorch.org's DDP tutorials: torchrun, DistributedDataParallel, DistributedSampler, DataLoader."""
 
 import os
 

@@ -1,6 +1,7 @@
-"""What the scripts of all peers share, and no peer's lines count: settings, the data set, the model, and the clock.
+"""Shared by the scripts of all peers, and not counted in their lines: settings, data set, model and clock.
 
-`bench/peers.py` passes the settings in one variable; by hand: `PEERS='{"epochs": 1}' torchrun bench/peers/plain_ddp.py`.
+`bench/peers.py` passes the settings in one environment variable. By hand:
+`PEERS='{"epochs": 1}' torchrun bench/peers/plain_ddp.py`.
 """
 
 import json
@@ -26,7 +27,7 @@ MEAN, DEVIATION, PAD = 0.2860, 0.3530, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One run, the same for all peers."""
+    """The settings of one run, the same for all peers."""
 
     device: str = "cpu"
     data: str = "fashion-mnist-mini"
@@ -37,7 +38,7 @@ class Settings:
     epochs: int = 3
     peak_lr: float = 0.05
     loaders: int = 0
-    """DataLoader processes a worker."""
+    """DataLoader processes per worker."""
     compile: bool = False
 
     def make_model(self) -> nn.Module:
@@ -49,14 +50,14 @@ class Settings:
 
 
 def settings() -> Settings:
-    """This run's, from the variable that the parent sets."""
+    """The settings of this run, from the variable that the parent sets."""
     return Settings(**json.loads(os.environ.get("PEERS", "{}")))
 
 
 class FashionMNIST(Dataset[tuple[Tensor, int]]):
-    """Fashion-MNIST with the augmentation that torchvision's RandomCrop(28, padding=2) and RandomHorizontalFlip would do.
+    """Fashion-MNIST with the augmentation of torchvision's RandomCrop(28, padding=2) and RandomHorizontalFlip.
 
-    By hand because torchvision has no CPU build here; faster, too: padded once for all, and without PIL.
+    Hand-written because torchvision has no CPU build here. It is also faster: padding is done once, and without PIL.
     """
 
     def __init__(self, name: str, train: bool) -> None:
@@ -80,18 +81,18 @@ class FashionMNIST(Dataset[tuple[Tensor, int]]):
 
 
 class Clock:
-    """Tells the parent when the first step ended, how fast each epoch's training was, and what came of it."""
+    """Tells the parent when the first step ended, how fast each epoch's training was, and the accuracy."""
 
     def __init__(self) -> None:
         self.epoch, self.images, self.steps, self.start = 0, 0, 0, 0.0
 
     def begin(self) -> None:
-        """Of an epoch's training."""
+        """Begin an epoch's training."""
         _synchronize()
         self.images, self.start = 0, time.perf_counter()
 
     def step(self, images: int = 0) -> None:
-        """After each; `images` are this worker's, for those who do not train on each sample exactly once."""
+        """Count a step. `images` are this worker's: needed if an epoch does not visit each sample exactly once."""
         self.images += images
         self.steps += 1
         if self.steps == 1:
@@ -99,28 +100,29 @@ class Clock:
             emit("first step", time=time.time())
 
     def end(self) -> None:
-        """Of an epoch's training, before validation."""
+        """End an epoch's training, before validation."""
         _synchronize()
         time_s = time.perf_counter() - self.start
         self.epoch += 1
         emit("epoch", number=self.epoch, time_s=time_s, images=self.images * _workers(), gpu_mb=gpu_mb())
 
     def accuracy(self, value: float) -> None:
-        """In validation."""
+        """Report the validation accuracy."""
         emit("accuracy", value=float(value))
 
 
 def hooks(base: type, begin: str, step: str, end: str) -> Any:
-    """A callback for those who call back: a clock under the peer's own names for these moments."""
+    """A callback for a peer's trainer: a clock under the peer's own hook names."""
     clock = Clock()
     called = {begin: clock.begin, step: clock.step, end: clock.end}
     return type("Hooks", (base,), {name: _method(function) for name, function in called.items()})()
 
 
 def watch(args: Settings) -> None:
-    """Tell the parent about a Paceline run, whose speed and accuracy are in its record, from outside of what may be compiled.
+    """Tell the parent about a Paceline run, from outside the code that may be compiled.
 
-    A step that is replayed from a CUDA graph calls no hook, so on a GPU the last word is at exit (by `os._exit`: no atexit).
+    Its speed and accuracy are in its record. A replayed CUDA graph calls no hooks, so on a GPU the last event is sent at exit
+    (Paceline uses `os._exit`: no atexit).
     """
     steps = args.epochs * math.ceil(fashion_mnist.SOURCES[args.data].train_size / (args.part_batch * args.workers))
     done = 0
@@ -140,22 +142,22 @@ def watch(args: Settings) -> None:
     hook = register_optimizer_step_post_hook(after_step)
     leave = os._exit
 
-    def last_word(code: int) -> NoReturn:
+    def last_event(code: int) -> NoReturn:
         emit("epoch", number=args.epochs, gpu_mb=gpu_mb())
         leave(code)
 
     if args.device == "cuda":
-        os._exit = last_word
+        os._exit = last_event
 
 
 def emit(event: str, **values: Any) -> None:
-    """One line, in one write, so that workers do not write into each other's."""
+    """Print one line in one write, so that lines of workers do not mix."""
     sys.stdout.write(PREFIX + json.dumps({"event": event, "rank": _rank(), **values}) + "\n")
     sys.stdout.flush()
 
 
 def gpu_mb() -> float | None:
-    """The most that tensors took on this worker's GPU so far."""
+    """The most memory that tensors have used on this worker's GPU so far."""
     return torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else None
 
 

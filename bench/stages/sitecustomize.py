@@ -1,8 +1,8 @@
-"""Notes when a process of `paceline` reaches which stage, for `bench/startup.py`; nothing in `src/` knows of it.
+"""Notes when a `paceline` process reaches each stage, for `bench/startup.py`. Nothing in `src/` depends on it.
 
-Python imports a module of this name at start from wherever PYTHONPATH points, so it is in the launcher and in every worker, and
-in older revisions, too. It wraps a few functions as their modules are loaded and appends `seconds process rank stage` lines to
-the file $STARTUP_STAGES. A function that a revision does not have is a stage that is not noted.
+Python imports a module of this name at start from any folder in PYTHONPATH, so it runs in the launcher and in every worker,
+also with older revisions. It wraps a few functions as their modules are loaded and appends `seconds process rank stage` lines
+to the file $STARTUP_STAGES. If a revision does not have a function, that stage is not noted.
 """
 
 import atexit
@@ -15,7 +15,7 @@ _noted: set[str] = set()
 
 
 def note(stage: str) -> None:
-    """Append the moment a stage is reached for the first time."""
+    """Append the time when a stage is reached for the first time."""
     if stage not in _noted:
         _noted.add(stage)
         line = f"{time.monotonic():.6f} {os.getpid()} {os.environ.get('RANK', '-')} {stage}\n"
@@ -24,7 +24,7 @@ def note(stage: str) -> None:
 
 
 class Finder:
-    """Finds what the other finders find, and adds a word at the end of the loading."""
+    """Finds modules through the other finders, and notes the begin and end of their loading."""
 
     def find_spec(self, name, path=None, target=None):
         if name not in _AFTER or name in _noted:

@@ -1,11 +1,11 @@
-"""A stand-in for a model on a device of its own: it sleeps where a device would compute, and has 4 MB of real gradients.
+"""A stand-in for a model on its own device: it sleeps instead of computing, and has 4 MB of real gradients.
 
     paceline scale bench/tasks/sleeper.py --workers 1,2,3,4
 
-It learns nothing. A machine with two cores cannot show what four workers with a device each would do: their computing would
-get in each other's way. Here the forward pass sleeps for 20 ms and the backward pass for 40 ms, a quarter before each of four
-parameters of 1 MB has its gradient, so that DDP's buckets, their overlap, the link and waiting for each other are real while
-the cores stay nearly idle.
+It learns nothing. A machine with two cores cannot show what four workers with a device each would do, because their compute
+would compete for the cores. Here the forward pass sleeps for 20 ms and the backward pass for 40 ms: a quarter of that before
+each of four parameters of 1 MB gets its gradient. So DDP's buckets, their overlap, the link and waiting are real, while the
+cores stay nearly idle.
 """
 
 import time
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from paceline import Arrays, Task
 
-BLOCKS, VALUES = 4, 1 << 18  # four times 1 MB of float32
+BLOCKS, VALUES = 4, 1 << 18  # four parameters of 1 MB in float32
 FORWARD_S, BACKWARD_S = 0.020, 0.040
 
 
 def task() -> Task:
-    """What `paceline scale` asks this file for."""
+    """The function that `paceline scale` calls."""
     return Task(
         name="sleeper",
         model=Sleeper,
@@ -41,14 +41,14 @@ class Sleeper(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(VALUES)) for _ in range(BLOCKS))
 
     def forward(self, inputs: Tensor) -> Any:
-        """Sleep, block after block; the backward pass sleeps in each block before its parameter's gradient is made."""
+        """Sleep in each block; the backward pass sleeps in each block before it computes the parameter's gradient."""
         for weight in self.weights:
             inputs = Sleep.apply(inputs + weight.mean())
         return inputs
 
 
 class Sleep(torch.autograd.Function):
-    """The identity, which takes time in both directions."""
+    """The identity function, but it takes time in both directions."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor) -> Tensor:
@@ -62,6 +62,6 @@ class Sleep(torch.autograd.Function):
 
 
 def objective(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    """A loss a sample."""
+    """One loss per sample."""
     (inputs,) = batch
     return {"loss": model(inputs).squeeze(1)}

@@ -1,6 +1,9 @@
-"""What the documents say is what the repository holds."""
+"""README and docs/ agree with the repository: tables and numbers with committed results, flags, links, names."""
 
+import contextlib
+import difflib
 import importlib.util
+import io
 import json
 import re
 import statistics
@@ -10,71 +13,82 @@ from typing import Any
 
 import pytest
 
+import paceline
 import paceline.cli
 from paceline.config import make_config
 
 ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+FLAG = r"(?<![\w-])--[a-z][a-z0-9-]+"
 
 
-@pytest.mark.parametrize("name", ["reduce", "checkpoint"])
-def test_the_readmes_tables_are_the_committed_results(name: str) -> None:
-    assert load(name).table(result(name)) in (ROOT / "README.md").read_text()
+TABLES = {
+    "reduce": "exact",
+    "checkpoint": "recovery",
+    **dict.fromkeys(("limit", "peers_cpu", "workers", "overhead_cpu", "startup", "growth"), "speed"),
+}
+"""Committed result -> the page that shows its table."""
 
 
-@pytest.mark.parametrize("name", ["limit", "peers_cpu", "workers", "overhead_cpu", "startup", "growth"])
-def test_the_speed_pages_tables_are_the_committed_results(name: str) -> None:
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_show_the_committed_results(name: str) -> None:
     bench = load(name.removesuffix("_cpu"))
-    assert bench.table(result(name)).strip() in (ROOT / "docs" / "SPEED.md").read_text()
+    assert bench.table(result(name)).strip() in page(TABLES[name])
 
 
-def test_what_is_said_of_the_h200_is_the_committed_result() -> None:
-    found, page, readme = result("h200"), (ROOT / "docs" / "SPEED.md").read_text(), (ROOT / "README.md").read_text()
+def test_h200_numbers_are_the_committed_result() -> None:
+    found, speed, readme = result("h200"), page("speed"), squeeze((ROOT / "README.md").read_text())
     for case, modes in found["paceline_images_per_s"].items():
         for speeds in modes.values() if case != "how" else ():
-            assert f"{speeds[0]:,} and {speeds[1]:,}" in page
+            assert f"{speeds[0]:,} and {speeds[1]:,}" in speed
     for peer in ("plain DDP", "Accelerate", "Lightning"):
-        assert f"{found['peers_batch_128_images_per_s'][peer]:,}" in page
-        assert f"{found['peers_batch_128_images_per_s'][peer]:,}" in readme
+        images_per_s = f"{found['peers_batch_128_images_per_s'][peer]:,}"
+        assert f"{peer} {images_per_s}" in squeeze(speed)
+        assert f"{peer} {images_per_s}" in readme
     overhead = found["overhead_batch_128_images_per_s"]
     ratios = sorted(a / b for a, b in zip(overhead["by hand"], overhead["paceline"], strict=True))
-    assert f"{ratios[2]:.3f} times the time (n = 5, {ratios[0]:.3f} to {ratios[-1]:.3f})" in page
+    spread = f"n = 5, {ratios[0]:.3f} to {ratios[-1]:.3f}"
+    assert f"{ratios[2]:.3f} times the time ({spread})" in squeeze(speed)
+    assert f"{ratios[2]:.3f} times its time, {spread}" in readme
+    assert f"Paceline {statistics.median(overhead['paceline']):,}" in readme
     run = found["speedrun"]
-    assert f"mean {sum(run['accuracy']) / 4:.4f}, in {min(run['from_first_step_s']):.2f} to" in page
+    assert f"mean {sum(run['accuracy']) / 4:.4f}, in {min(run['from_first_step_s']):.2f} to" in speed
 
 
-def test_the_readmes_tally_is_the_committed_result() -> None:
+def test_soak_tally_is_the_committed_result() -> None:
     tally = result("soak")
     assert tally["kills"] == 50
     assert tally["same_hash"] is tally["same_metrics"] is tally["every_sample_once"] is True
-    assert load("soak").summary(tally) in " ".join((ROOT / "README.md").read_text().split())
+    assert load("soak").summary(tally) in squeeze(page("recovery"))
 
 
-def test_what_the_readme_says_of_a_gpu_is_the_committed_result() -> None:
-    found, readme = result("gpu_parts"), (ROOT / "README.md").read_text()
+def test_gpu_numbers_are_the_committed_result() -> None:
+    found = result("gpu_parts")
     assert all(bits["same"] for bits in found["bits"].values())
     for speed in found["speed"]["images_per_s"].values():
-        assert f"{speed['median']:,.0f}" in readme
-    assert f"{found['checkpoint']['median_ms']:.1f} ms" in readme
+        assert f"{speed['median']:,.0f}" in page("exact")
+    assert f"{found['checkpoint']['median_ms']:.1f} ms" in page("recovery")
 
 
 @pytest.mark.parametrize("name", ["batch", "ingredients", "workers", "course", "step", "registry"])
-def test_the_optimizer_pages_tables_are_the_committed_results(name: str) -> None:
+def test_optimizer_tables_show_the_committed_results(name: str) -> None:
     table = load("study_tables", "tools").tables()[name]
-    assert table in (ROOT / "docs" / "OPTIMIZERS.md").read_text()
-    assert name != "batch" or table in (ROOT / "README.md").read_text()
+    assert table in page("optimizers")
+    assert name != "batch" or table in page("batches")
 
 
-def test_what_is_said_of_an_optimizers_step_is_the_committed_result() -> None:
-    eager, readme = result("optimizers")["eager"]["by_optimizer"], (ROOT / "README.md").read_text()
-    said = {name: f"{eager[name]['over_adamw']['median']:.2f}" for name in ("lars", "novograd", "lamb")}
-    assert f"a step of LARS takes {said['lars']}, of NovoGrad {said['novograd']} and of LAMB {said['lamb']} times" in readme
+def test_optimizer_step_ratios_are_the_committed_result() -> None:
+    said = squeeze(page("batches"))
+    eager = result("optimizers")["eager"]["by_optimizer"]
+    alone = {name: f"{eager[name]['over_adamw']['median']:.2f}" for name in ("lars", "novograd", "lamb")}
+    assert f"a step of LARS takes {alone['lars']}, of NovoGrad {alone['novograd']} and of LAMB {alone['lamb']} times" in said
     graph = result("optimizers")["graph"]["by_optimizer"]
     inside = [f"{graph[name]['over_adamw']['median']:.2f}" for name in ("lars", "novograd", "lamb")]
-    assert f"{inside[0]}, {inside[1]} and {inside[2]} times within a captured step" in readme
+    assert f"{inside[0]}, {inside[1]} and {inside[2]} times within a captured step" in said
 
 
-def test_the_packaged_recipes_are_the_studys_arms() -> None:
-    """What a recipe says of itself is what its arm did, and its options are the arm's."""
+def test_packaged_recipes_are_the_studys_arms() -> None:
+    """The comment in a recipe states what its arm reached, and its options are the arm's."""
     study = tomllib.loads((ROOT / "studies" / "batch.toml").read_text())
     runs = json.loads((ROOT / "studies" / "results" / "batch.json").read_text())["runs"]
     for batch in (128, 1024, 4096, 8192, 16384):
@@ -88,7 +102,7 @@ def test_the_packaged_recipes_are_the_studys_arms() -> None:
 
 @pytest.fixture(autouse=True)
 def benches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Benches import what they have in common from their own folder."""
+    """Benches import shared code from their own folder."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
 
 
@@ -107,43 +121,88 @@ def result(name: str) -> dict[str, Any]:
     return found
 
 
-def test_links_between_documents_lead_somewhere() -> None:
-    for document in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
-        for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def squeeze(text: str) -> str:
+    """The text in one line, so that a sentence is found however it is wrapped."""
+    return " ".join(text.split())
+
+
+def test_links_between_documents_exist() -> None:
+    for document in DOCUMENTS:
+        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
             assert link.startswith("https://") or (document.parent / link).exists(), f"{document.name}: {link}"
 
 
-def test_every_flag_the_readme_names_exists() -> None:
-    verbs = ("train", "scale", "report", "board", "plan", "advise", "study", "rehearse", "data")
-    known = {option for verb in verbs for option in _options(verb)}
-    scripts = "".join(path.read_text() for path in (ROOT / "fashion_mnist.py", *ROOT.glob("bench/*.py")))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_flag_exists(document: Path, known_flags: set[str]) -> None:
     foreign = {"--nproc-per-node", "--ntasks-per-node", "--requeue"}
-    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (ROOT / "README.md").read_text())) - foreign:
-        assert flag in known or f'"{flag}"' in scripts, flag
+    assert set(re.findall(FLAG, document.read_text())) - foreign <= known_flags
+
+
+@pytest.fixture(scope="module")
+def known_flags() -> set[str]:
+    """Flags of all verbs, of the benches and tools, and of the course's script."""
+    verbs = ("train", "scale", "report", "board", "plan", "advise", "study", "rehearse", "data")
+    scripts = (ROOT / "fashion_mnist.py", *ROOT.glob("bench/*.py"), *ROOT.glob("tools/*.py"))
+    defined = {flag for path in scripts for flag in re.findall(r'"(--[a-z][a-z0-9-]+)"', path.read_text())}
+    return defined.union(*(_options(verb) for verb in verbs))
 
 
 def _options(verb: str) -> set[str]:
-    import contextlib
-    import io
-
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         paceline.cli.run([verb, "--help"])
     return set(re.findall(r"--[a-z][a-z0-9-]+", out.getvalue()))
 
 
-def test_the_readmes_scaling_is_the_committed_result() -> None:
+def test_scaling_is_the_committed_result() -> None:
     from paceline.scale.verdict import table, verdict
 
-    found, readme = result("scale_16_cores"), (ROOT / "README.md").read_text()
-    assert table(found) in readme
+    found = result("scale_16_cores")
+    assert table(found) in page("scale")
     assert found["verdict"] == verdict(found)
-    assert verdict(found) in readme
+    assert verdict(found) in page("scale")
 
 
 @pytest.mark.parametrize("name", ["timing", "timing_gpu"])
-def test_what_the_readme_says_of_the_clocks_cost_is_the_committed_result(name: str) -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_cost_of_the_clock_is_the_committed_result(name: str) -> None:
+    said = squeeze(page("records"))
     for model, row in result(name)["by_model"].items():
         ratio = row["ratio"]
-        assert f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}) times the time for {model}" in readme, model
+        assert f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}) times the time for {model}" in said, model
+
+
+def test_readme_and_laws_page_name_the_same_laws() -> None:
+    names = [re.findall(r"^\d\. \*\*(.+?)\.\*\*", text, re.M) for text in ((ROOT / "README.md").read_text(), page("laws"))]
+    assert names[0] == names[1]
+    assert len(names[0]) == len(list((ROOT / "tests" / "laws").glob("test_law*.py")))
+
+
+def test_api_page_has_every_public_name() -> None:
+    assert sorted(re.findall(r"^::: paceline\.(\w+)$", page("api"), re.M)) == paceline.__all__
+
+
+def test_site_has_every_page() -> None:
+    pages = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert pages == {path.name for path in ROOT.glob("docs/*.md")} | {"ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+
+
+def test_readme_task_is_the_task_pages() -> None:
+    assert python_block((ROOT / "README.md").read_text(), "def task") in page("tasks")
+
+
+def python_block(text: str, word: str) -> str:
+    return next(block for block in re.findall(r"```python\n(.*?)```", text, re.S) if word in block)
+
+
+def test_own_loop_diff_is_that_of_the_examples() -> None:
+    """The code alone: without the examples' docstrings."""
+    texts = [(ROOT / "examples" / name).read_text().split('"""', 2)[2] for name in ("plain_ddp.py", "own_loop.py")]
+    lines = difflib.unified_diff(*(text.splitlines() for text in texts), lineterm="", n=1)
+    hunks = [" ..." if line.startswith("@@") else line for line in lines][3:]  # without file names and the first hunk's header
+    diff = "\n".join(["```diff", *hunks, "```"])
+    for text in ((ROOT / "README.md").read_text(), page("own-loop")):
+        assert f"<!-- own-loop diff: begin -->\n{diff}\n<!-- own-loop diff: end -->" in text

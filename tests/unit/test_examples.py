@@ -1,6 +1,7 @@
-"""The worked examples train, on one worker and on two."""
+"""The worked examples train on one worker and on two, and so does the README's task."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_line_is_found(workers: str, runs: Path) -> None:
+def test_line_fit_finds_the_line(workers: str, runs: Path) -> None:
     from safetensors.torch import load_file
 
     done = paceline("train", str(EXAMPLES / "line_fit.py"), "--workers", workers, "--epochs", "300", "--global-batch", "16")
@@ -21,13 +22,24 @@ def test_the_line_is_found(workers: str, runs: Path) -> None:
     assert weights["weight"].item() == pytest.approx(10, abs=0.2)
     assert weights["bias"].item() == pytest.approx(2, abs=1)
     assert json.loads((record / "result.json").read_text())["metrics"]["loss"] < 1.5, "the noise has variance 1"
-    assert not (record / "course.csv").read_text().splitlines()[1:], "there is no accuracy to write down"
+    assert not (record / "course.csv").read_text().splitlines()[1:], "a task without accuracy writes no rows"
 
 
-def test_the_character_model_learns(runs: Path) -> None:
+def test_char_lm_learns(runs: Path) -> None:
     done = paceline("train", str(EXAMPLES / "char_lm.py"), "--workers", "2", "--max-steps", "25", "--loader-workers", "1")
     assert done.returncode == 0, done.stderr
     assert "(streamed)" in done.stdout
     (record,) = runs.glob("*")
     metrics = json.loads((record / "result.json").read_text())["metrics"]
-    assert metrics["bits_per_character"] < 5.0, "knowing nothing costs 7 bits"
+    assert metrics["bits_per_character"] < 5.0, "an untrained model needs 7 bits"
+
+
+def test_readme_task_trains(tmp_path: Path) -> None:
+    from paceline import train
+
+    text = (EXAMPLES.parent / "README.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "def task" in block)
+    (tmp_path / "my_task.py").write_text(code)
+    result = train(str(tmp_path / "my_task.py"), epochs=2, precision="fp32", runs_dir=str(tmp_path / "runs"))
+    assert result.status == "done"
+    assert result.metrics["loss"] < 1, "it starts at about 4"

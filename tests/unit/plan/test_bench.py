@@ -1,4 +1,4 @@
-"""bench/plan.py's own logic, without running anything; and that docs/PLAN.md shows its results."""
+"""bench/plan.py's own logic, without running anything; and that docs/plan.md shows its results."""
 
 import importlib.util
 import json
@@ -82,4 +82,4 @@ def test_without_root_shaped_links_say_so(bench: Any, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["plan", "plan_16_cores"])
 def test_the_page_shows_the_committed_results(bench: Any, name: str) -> None:
     found = json.loads(bench.RESULTS.with_stem(name).read_text())
-    assert bench.table(found) in (ROOT / "docs" / "PLAN.md").read_text()
+    assert bench.table(found) in (ROOT / "docs" / "plan.md").read_text()
