@@ -115,7 +115,7 @@ def make_rehearsal(
 
 
 def nearest_recipe(batch: int) -> str | None:
-    """The packaged recipe with the nearest global batch, by ratio; None if there is none within a factor of 2."""
+    """The packaged recipe with the nearest global batch, by ratio; None if the nearest is not within a factor of 2."""
     distances: list[tuple[float, str]] = []
     for name in packaged_recipes():
         made_for = read_recipe(name).get("global_batch")

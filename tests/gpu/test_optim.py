@@ -51,7 +51,7 @@ def set_lr(optimizer: Optimizer, lr: float | Tensor) -> None:
 
 @every
 def test_a_graph_repeats_the_step(options: dict) -> None:
-    """What the plain step does, the learning rate read anew at each replay."""
+    """What the plain step does, the learning rate read again at each replay."""
     config = Config(base_lr=0.01, weight_decay=0.01, **options)
     rates = [0.01, 0.02, 0.005, 0.01]
     plain, captured = network(), network()

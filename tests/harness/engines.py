@@ -18,7 +18,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TRAIN = ("train", "fashion-mnist-mini", "--model", "linear", "--epochs", "1", "--max-steps", "5", "--timeout-s", "60")
 """Five steps of a linear model: a second of work after the start. A worker waits at most 60 s for a lost one."""
 
-CONTRACT = "P = 2 (V = 2 parts, one a worker)"
+CONTRACT = "P = 2 (V = 2 parts, one per worker)"
 """What the contract says about two workers."""
 
 INSTALL = "tools/install_system_packages.sh installs it"

@@ -7,7 +7,7 @@ from typing import Any
 
 CONTRACT = {
     **{"task": "fashion-mnist-mini", "model": "cnn", "parameters": 29434, "data": "fashion-mnist-mini (6,000 + 1,000)"},
-    **{"train_samples": 6000, "validation_samples": 1000, "workers": 2, "virtual_workers": 2, "parts": "one a worker"},
+    **{"train_samples": 6000, "validation_samples": 1000, "workers": 2, "virtual_workers": 2, "parts": "one per worker"},
     **{"reduce": "fast", "nodes": 1, "launcher": "started here", "devices": "2 CPU workers", "backend": "gloo"},
     **{"precision": "fp32", "reference_batch": 128, "base_lr": 0.05, "global_batch": 256, "part_batch": 128, "accumulate": 1},
     **{"k": 2.0, "lr_rule": "linear", "peak_lr": 0.1, "optimizer": "sgd Nesterov 0.9", "schedule": "one-cycle by step"},

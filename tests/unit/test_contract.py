@@ -35,7 +35,7 @@ def test_the_report_shows_the_lines_that_the_run_printed(tmp_path: Path, changes
 
 def test_one_is_not_plural() -> None:
     lines = dict(dataclasses.replace(FULL, workers=1, virtual_workers=1, epochs=1).lines())
-    assert lines["workers"] == "P = 1 (V = 1 part, one a worker), started here, 1 node"
+    assert lines["workers"] == "P = 1 (V = 1 part, one per worker), started here, 1 node"
     assert lines["global batch"] == "256 = 1 part of 128"
     assert lines["steps"] == "20 per epoch, 1 epoch, 60 in total"
 

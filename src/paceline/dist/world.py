@@ -251,18 +251,18 @@ def _choose_interface(place: Place) -> None:
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     host, _ = meeting_point(place)
-    mine = _address_towards(host)
+    mine = _address_toward(host)
     if mine.startswith("127.") and not host.startswith(("127.", "localhost")):
         # This machine's own name: Debian's /etc/hosts maps it to 127.0.1.1, which no other node can reach. Use the interface
         # of the default route, or the first one that is not the loopback.
         outside = [address for address in interfaces().values() if not address.startswith("127.")]
-        mine = _address_towards("198.51.100.1") or next(iter(outside), mine)
+        mine = _address_toward("198.51.100.1") or next(iter(outside), mine)
     for name, address in interfaces().items():
         if address == mine:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _address_towards(host: str) -> str:
+def _address_toward(host: str) -> str:
     """This machine's address on the route to a host; "" without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -127,7 +127,7 @@ def status_of(path: AnyPath, result: Mapping[str, Any]) -> str:
 
 
 def read_object(path: AnyPath, problems: list[str], missing: str = "") -> dict[str, Any]:
-    """The object in a JSON file; empty, with a problem, where there is none. `missing` is the problem if there is no file."""
+    """The object in a JSON file; empty, with a problem, if it cannot be read. `missing` is the problem if there is no file."""
     if not path.exists():
         problems += [missing] if missing else []
         return {}

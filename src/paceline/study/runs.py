@@ -95,7 +95,7 @@ def perform(call: Call, run: RunSpec) -> None:
 
 
 def _train(call: Call, run: RunSpec) -> None:
-    """Train from the record's last checkpoint, or from the start if there is none that can be used."""
+    """Train from the record's last checkpoint, or from the start if no checkpoint can be used."""
     from paceline.training.checkpoint.keeper import REFUSED
     from paceline.training.run import train
 

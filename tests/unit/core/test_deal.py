@@ -194,9 +194,9 @@ class _OddNorm(nn.BatchNorm1d):
     [
         (nn.BatchNorm1d(2), {}, 8, 2, (4, "together", False)),
         (nn.BatchNorm1d(2), {}, 7, 2, (4, "together", False)),
-        (nn.BatchNorm1d(2), {}, 4, 4, (1, "one a worker", False)),
-        (nn.BatchNorm1d(2), {"reduce": "exact"}, 4, 4, (1, "one a worker", False)),
-        (nn.BatchNorm1d(2), {"parts_at_once": 1}, 4, 4, (1, "one a worker", False)),
+        (nn.BatchNorm1d(2), {}, 4, 4, (1, "one per worker", False)),
+        (nn.BatchNorm1d(2), {"reduce": "exact"}, 4, 4, (1, "one per worker", False)),
+        (nn.BatchNorm1d(2), {"parts_at_once": 1}, 4, 4, (1, "one per worker", False)),
         (nn.BatchNorm1d(2), {"parts_at_once": 1}, 4, 3, (1, "in turn", False)),
         (nn.BatchNorm1d(2), {"parts_at_once": 3}, 8, 2, (3, "3 at once", False)),
         (nn.BatchNorm1d(2), {"parts_at_once": 3}, 8, 5, (3, "3 at once", False)),

@@ -30,7 +30,7 @@ def test_key_is_splitmix64():
     assert key() == 0
 
 
-def test_keys_of_neighbours_have_nothing_in_common():
+def test_keys_of_neighbors_have_nothing_in_common():
     keys = {key(seed, epoch, sample) for seed in range(8) for epoch in range(8) for sample in range(64)}
     assert len(keys) == 8 * 8 * 64
     assert key(1, 2) != key(2, 1)

@@ -77,7 +77,7 @@ def test_parts_of_a_single_value_take_the_running_statistics_and_leave_them(n):
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_parts_of_one_sample_are_normalised_over_its_pixels(channels_last):
+def test_parts_of_one_sample_are_normalized_over_its_pixels(channels_last):
     inputs, weights = _samples(4, 2), _samples(4, 2, seed=1)
     if channels_last:
         inputs = inputs.to(memory_format=torch.channels_last)
@@ -134,7 +134,7 @@ def test_input_needs_channels(make):
 
 # --- several parts in one pass ---
 #
-# Outputs and running statistics are compared to the bit: on one thread of a CPU a channel is normalised by itself, in the same
+# Outputs and running statistics are compared to the bit: on one thread of a CPU a channel is normalized by itself, in the same
 # order whatever stands beside it. Gradients are compared to rounding; so are the running statistics of four ghosts a part and
 # more, because the order in which torch takes the mean of four rows depends on how many columns there are.
 
@@ -151,7 +151,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 @pytest.mark.parametrize("dims", PLAIN)
-def test_each_part_of_a_pass_is_normalised_as_if_alone(dims, parts, options):
+def test_each_part_of_a_pass_is_normalized_as_if_alone(dims, parts, options):
     together = group_batch_norms(_noisy(_batch_norm(dims, **options)))
     alone = [_noisy(_batch_norm(dims, **options)) for _ in range(parts)]
     _assert_as_alone(together, alone, [_samples(4 * parts, dims, seed) for seed in range(3)])
@@ -211,7 +211,7 @@ def test_parts_of_any_shape_are_as_alone(data):
 @pytest.mark.parametrize("part_size", [None, 3])
 @pytest.mark.parametrize("samples", [1, 6])
 def test_parts_of_a_channels_last_batch(samples, part_size):
-    # The part alone is normalised by another kernel, that of channels-last tensors: equal to rounding.
+    # The part alone is normalized by another kernel, that of channels-last tensors: equal to rounding.
     together, *alone = (_noisy(PartNorm(CHANNELS, part_size)) for _ in range(4))
     batches = [_samples(samples * 3, 2, seed).to(memory_format=torch.channels_last) for seed in range(2)]
     _assert_as_alone(together, alone, batches, exact=False)
@@ -468,7 +468,7 @@ def test_none_is_identity():
 
 @pytest.mark.parametrize(("dims", "channels_last"), [(1, False), (2, False), (2, True)])
 def test_compiled_part_norm_is_the_native_one(dims, channels_last):
-    """Compiled, parts are normalised by plain operations on a view: the same output, gradients and running statistics."""
+    """Compiled, parts are normalized by plain operations on a view: the same output, gradients and running statistics."""
     inputs, weights = _samples(12, dims), _samples(12, dims, seed=1)
     if channels_last:
         inputs = inputs.to(memory_format=torch.channels_last)

@@ -33,7 +33,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 def test_the_courses_warm_up():
-    """4 GPUs, 5 epochs of warm-up, once an epoch, from a quarter of the lr; 7 steps an epoch."""
+    """4 GPUs, 5 epochs of warm-up, once per epoch, from a quarter of the lr; 7 steps per epoch."""
     config = Config(
         base_lr=0.08, lr_rule="none", schedule="constant", schedule_by="epoch", warmup_epochs=5.0, warmup_from=0.25, epochs=8
     )

@@ -52,7 +52,7 @@ def test_the_users_choice_stays(name, unset, monkeypatch):
 
 def test_on_several_nodes_nccl_chooses_by_itself(unset, monkeypatch):
     monkeypatch.setattr(module, "meeting_point", lambda place: ("192.0.2.7", None))
-    monkeypatch.setattr(module, "_address_towards", lambda host: "192.0.2.1")
+    monkeypatch.setattr(module, "_address_toward", lambda host: "192.0.2.1")
     monkeypatch.setattr(module, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "192.0.2.1"})
     _choose_interface(Place(size=2, local_size=1, nodes=2))
     assert [os.environ.get(name) for name in NAMES] == ["eth0", None]

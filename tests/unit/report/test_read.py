@@ -30,7 +30,7 @@ def test_a_complete_record(demo: Path) -> None:
     assert source["problems"] == []
     assert source["notes"] == ["all workers agree"]
     assert ["model", "cnn, 29,434 parameters"] in source["contract"]
-    assert ["workers", "P = 2 (V = 2 parts, one a worker), started here, 1 node"] in source["contract"]
+    assert ["workers", "P = 2 (V = 2 parts, one per worker), started here, 1 node"] in source["contract"]
     assert source["environment"]["command"] == "paceline train 'a b'"
     assert source["environment"]["torch"] == "2.13.0"
     assert source["series"]["step"]["epoch"][:2] == [0.25, 0.5]

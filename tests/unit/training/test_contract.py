@@ -20,7 +20,7 @@ ABOUT = {
     "train_samples": 60_000,
     "validation_samples": 10_000,
     "loader": "on the device",
-    "parts": "one a worker",
+    "parts": "one per worker",
     "record": "runs/x",
 }
 
@@ -147,7 +147,7 @@ def test_lines_say_all_of_it():
     assert lines["data"] == "noise (on the device)"
     assert lines["model"] == "cnn, 1,234,567 parameters"
     assert lines["reference"] == "batch 128 at lr 0.05"
-    assert lines["workers"] == "P = 4 (V = 4 parts, one a worker), started here, 1 node"
+    assert lines["workers"] == "P = 4 (V = 4 parts, one per worker), started here, 1 node"
     assert lines["global batch"] == "512 = 4 parts of 128, each in 2 micro-batches"
     assert lines["scale"] == "k = 4, rule linear: peak lr 0.2"
     assert lines["steps"] == "118 per epoch, 5 epochs, 590 in total"

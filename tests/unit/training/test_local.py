@@ -60,7 +60,7 @@ def test_averaged_every_step_it_is_plain_sgd() -> None:
     ],
 )
 def test_each_part_trains_by_itself(options: dict[str, Any]) -> None:
-    """Against four nets with an optimizer each, from the first step on: 5 steps an epoch, averaged after 3, 5, 6, 9 and 10."""
+    """Against four nets with an optimizer each, from the first step on: 5 steps per epoch, averaged after 3, 5, 6, 9 and 10."""
     task = blobs(103)
     options = {**FOUR, "local_after": 0.0, "schedule": "constant", **options}
     found = alone(task, **options)

@@ -129,7 +129,7 @@ class Writer:
     def _prune(self, step: int) -> None:
         """Remove damaged checkpoints, and all but the newest `keep` good ones up to this step; keep those that cannot be read.
 
-        A good one of a later step stays and does not count towards `keep`: it could not be read when the run was resumed, and
+        A good one of a later step stays and does not count toward `keep`: it could not be read when the run was resumed, and
         it is the same run (law 5), further along.
         """
         kept = 0
@@ -143,7 +143,7 @@ class Writer:
     def _is_good(self, step: int) -> bool | None:
         """Whether a checkpoint is good; None if it cannot be read now. Reads a file of an earlier run once.
 
-        A damaged file must not count towards `keep`, or a good one would be removed for it.
+        A damaged file must not count toward `keep`, or a good one would be removed for it.
         """
         if step not in self._good:
             try:

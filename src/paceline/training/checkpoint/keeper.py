@@ -98,7 +98,7 @@ class Keeper:
             self._writer.close()
 
     def restore(self) -> Progress | None:
-        """Load rank 0's newest good checkpoint on every worker; None if there is none. Collective: call on every rank."""
+        """Load rank 0's newest good checkpoint on every worker; None if not found. Collective: call on every rank."""
         if not self.resumes:
             return None
         checkpoint = None if self._folder is None else load_latest(self._folder, self._say)

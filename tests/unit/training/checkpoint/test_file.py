@@ -355,7 +355,7 @@ def test_a_checkpoint_that_cannot_be_read_is_never_removed(folder, writer, notes
     assert not notes
 
 
-def test_a_damaged_checkpoint_does_not_count_towards_keep(folder, writer):
+def test_a_damaged_checkpoint_does_not_count_toward_keep(folder, writer):
     one = writer(keep=3)
     for step in (30, 60, 120):
         one.save(*of(step))
@@ -935,7 +935,7 @@ print("done")
 
 
 def test_a_file_gets_its_name_only_once_it_is_complete_and_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rename is what makes a checkpoint: if the process stops just before it, there is none."""
+    """The rename is what makes a checkpoint: if the process stops just before it, no checkpoint exists."""
     synced: list[bool] = []
     fsync = os.fsync
 

@@ -50,7 +50,7 @@ def test_buckets_and_how_much_of_them_is_hidden() -> None:
 
 
 def test_buckets_are_those_of_the_last_step() -> None:
-    """DDP lays its buckets out anew after the first step, in the order in which gradients came: here one became two."""
+    """DDP rebuilds its buckets after the first step, in the order in which gradients came: here one became two."""
     whole = {"bytes": 8, "parameters": ["a", "b"], "ready": 9.0, "averaged": 10.0}
     halves = [
         {"bytes": 4, "parameters": ["b"], "ready": 13.0, "averaged": 14.0},
