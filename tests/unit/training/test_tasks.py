@@ -37,7 +37,7 @@ def folder(runs: Path) -> Iterator[Path]:
     modules = dict(sys.modules)
     yield runs.parent
     sys.path[:] = path
-    ours = ("my_task", "neighbour_task", "package_task")
+    ours = ("my_task", "neighbor_task", "package_task")
     for name in [name for name in sys.modules if name.partition(".")[0] in ours or name.startswith("paceline_task_")]:
         del sys.modules[name]
     sys.modules.update(modules)
@@ -102,10 +102,10 @@ def test_a_file(folder):
     assert task.name == "other"
 
 
-def test_a_file_may_import_its_neighbours(folder):
+def test_a_file_may_import_files_next_to_it(folder):
     (folder / "sub").mkdir()
-    (folder / "sub" / "neighbour_task.py").write_text(TASK_FILE)
-    (folder / "sub" / "my_task.py").write_text("from neighbour_task import task\n")
+    (folder / "sub" / "neighbor_task.py").write_text(TASK_FILE)
+    (folder / "sub" / "my_task.py").write_text("from neighbor_task import task\n")
     assert tasks.resolve("sub/my_task.py", {})[0].name == "mine"
 
 
