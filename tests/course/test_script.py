@@ -54,7 +54,7 @@ def test_the_courses_commands(args: tuple[str, ...], workers: int, global_batch:
 
 
 def test_warm_up_is_the_courses_own_and_the_mini_set_steps_in(runs: Path, tmp_path: Path) -> None:
-    """Two workers, four epochs: factors .5, .625, .75, .875 of the learning rate, one per epoch. The full data is not available."""
+    """Two workers, four epochs: factors .5, .625, .75, .875 of the learning rate, one per epoch. No full data."""
     nowhere = {"PACELINE_DATA": str(tmp_path / "none"), "https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
     code = (
         "import sys, runpy; from pathlib import Path; from paceline.data import fashion_mnist as f;"

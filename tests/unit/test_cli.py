@@ -1,4 +1,4 @@
-"""The command line: a mistake is one line and exit code 2, a failure one line and 1, and help is there at once."""
+"""The command line: a mistake is one line and exit code 2, a failure one line and 1, and help answers at once."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Which samples a step trains on, and how they are cut into parts (law 2).
+"""The samples of each step, and how they are cut into parts (law 2).
 
 The order of an epoch depends on (seed, epoch) alone. Steps cut it into global batches, and each global batch into V equal
 parts. Which worker computes a part does not matter here. Every sample of the epoch is used exactly once: if the samples do not

@@ -253,7 +253,7 @@ def _choose_interface(place: Place) -> None:
     host, _ = meeting_point(place)
     mine = _address_toward(host)
     if mine.startswith("127.") and not host.startswith(("127.", "localhost")):
-        # This machine's own name: Debian's /etc/hosts maps it to 127.0.1.1, which no other node can reach. Use the interface
+        # This machine's own name: Debian's /etc/hosts maps it to 127.0.1.1: other nodes cannot reach that. Use the interface
         # of the default route, or the first one that is not the loopback.
         outside = [address for address in interfaces().values() if not address.startswith("127.")]
         mine = _address_toward("198.51.100.1") or next(iter(outside), mine)

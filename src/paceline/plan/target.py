@@ -6,7 +6,7 @@ With a noise scale N, steps(B) = steps(B0) (1 + N / B) / (1 + N / B0), relative 
 Without one, the same number of epochs, each with ceil(samples / B) steps: nothing is known about accuracy at B. Steps are
 whole. No batch is larger than the training set. Validation and checkpoints are left out.
 
-**Returns stop** at the first of the counts 1, 2, 4, ... and the largest possible one, after which doubling any number of times does not save
+**Returns stop** at the first of the counts 1, 2, 4, ... and the largest possible one, from where no further doublings save
 `WORTH` of the time per doubling. (The first doubling alone does not decide: two workers pay for communication once, and four
 may pay off again.) The reason is what grew most from that count to the next: samples needed in total (noise-bound; if it is
 because steps are whole, data-bound), exposed communication (bandwidth- or latency-bound, whichever is the larger share of an

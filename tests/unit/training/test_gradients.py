@@ -113,5 +113,5 @@ def test_gradient_noise_in_training():
 
 
 def test_micro_batches_would_climb_by_themselves():
-    with pytest.raises(UsageError, match="--sam-rho does not go with --accumulate"):
+    with pytest.raises(UsageError, match="--sam-rho cannot be combined with --accumulate"):
         make_config({"sam_rho": 0.1, "accumulate": 2})

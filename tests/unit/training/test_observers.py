@@ -1,4 +1,4 @@
-"""Those who watch: what the printer says to a pipe and to a terminal, and what recorder and tracker leave behind."""
+"""Observers: what the printer prints to a pipe and to a terminal, and what recorder and tracker leave behind."""
 
 import io
 import json

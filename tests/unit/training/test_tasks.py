@@ -102,7 +102,7 @@ def test_a_file(folder):
     assert task.name == "other"
 
 
-def test_a_file_may_import_its_neighbors(folder):
+def test_a_file_may_import_files_next_to_it(folder):
     (folder / "sub").mkdir()
     (folder / "sub" / "neighbor_task.py").write_text(TASK_FILE)
     (folder / "sub" / "my_task.py").write_text("from neighbor_task import task\n")
