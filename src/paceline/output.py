@@ -9,17 +9,17 @@ from typing import Any, TextIO
 
 
 def say(text: str, end: str = "\n") -> bool:
-    """Print to stdout at once. False if it could not be printed."""
+    """Print to stdout and flush. False if it could not be printed."""
     return try_say(text, end) is None
 
 
 def try_say(text: str, end: str = "\n") -> Exception | None:
-    """Print to stdout at once; return the error if it could not be printed."""
+    """Print to stdout and flush; return the error if it could not be printed."""
     return _print(sys.stdout, text + end)
 
 
 def warn(text: str) -> bool:
-    """Print a line to stderr at once. False if it could not be printed."""
+    """Print a line to stderr and flush. False if it could not be printed."""
     return _print(sys.stderr, text + "\n") is None
 
 

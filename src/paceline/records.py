@@ -200,7 +200,7 @@ class _Log:
 
 
 def close_cut_short(path: Path, status: str, why: str) -> None:
-    """Write the result of a run whose rank 0 could not, or which only knew that it lost contact with another worker.
+    """Write the result of a run that could not write its own, or that only knew it had lost contact with another worker.
 
     The run's own result stays, except that a failure gets this status and reason.
     """

@@ -411,7 +411,7 @@ def test_a_resumed_record_reads_like_an_uninterrupted_one(record: Record) -> Non
     record._csv.close()
     close_cut_short(record.path, "failed", "killed")
     again = Record.reopen(record.path)
-    assert (record.path / "result.json").exists(), "until it goes on, a record says how it ended"
+    assert (record.path / "result.json").exists(), "a record keeps its result until it is resumed"
     again.resume(7, {"workers": 3})
     assert [r["step"] for r in records.read_metrics(record.path) if r["kind"] == "epoch"] == [6]
     assert not (record.path / "result.json").exists()

@@ -129,7 +129,7 @@ def read_study(path: Path, *, seeds: str = "", settings: Sequence[str] = ()) -> 
         return Study(
             name=f"study-{path.stem}",
             source=f"study {path}",
-            task=_beside(path, found["task"]),
+            task=_locate(path, found["task"]),
             arms=arms,
             seeds=parse_seeds(seeds) if seeds else _seeds(found.get("seeds", 3)),
             reference=found.get("reference", ""),
@@ -280,7 +280,7 @@ def _read_arm(path: Path, name: str, common: Mapping[str, Any], arm: Any, given:
         recipe, about = own.pop("recipe", ""), own.pop("about", "")
         if not isinstance(recipe, str) or not isinstance(about, str):
             raise UsageError("recipe and about must be text")
-        base = read_base(_beside(path, recipe)) if recipe else {}
+        base = read_base(_locate(path, recipe)) if recipe else {}
         return Arm(name=name, options=merge_options(common, base, _own(own), given), about=about)
 
 
@@ -303,10 +303,10 @@ def _seeds(given: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(seeds))
 
 
-def _beside(path: Path, name: str) -> str:
+def _locate(path: Path, name: str) -> str:
     """Find a file that a study names: in the working folder, or next to the study file."""
-    beside = path.parent / name
-    return str(beside) if not Path(name).exists() and beside.is_file() else name
+    near = path.parent / name
+    return str(near) if not Path(name).exists() and near.is_file() else name
 
 
 @contextmanager
