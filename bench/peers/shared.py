@@ -105,7 +105,7 @@ class Clock:
         self.epoch += 1
         emit("epoch", number=self.epoch, time_s=time_s, images=self.images * _workers(), gpu_mb=gpu_mb())
 
-    def accuracy(self, value: float) -> None:
+    def accuracy(self, value: Tensor | float) -> None:
         """In validation."""
         emit("accuracy", value=float(value))
 
