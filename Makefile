@@ -29,10 +29,11 @@ else
 	$(BIN)/python -m pytest tests/ranks tests/engines tests/gpu
 endif
 
-check: setup  ## lint, format, types, who imports whom
+check: setup  ## lint, format, types, import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tools/mypy.ini
 	$(BIN)/lint-imports
 
 format: setup  ## rewrite files to house format
