@@ -3,12 +3,9 @@
 import http.client
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from signal import SIGINT
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -350,24 +347,6 @@ def test_ends_at_once_with_streams_open(root: Path) -> None:
         stream = Stream(server)
         stream.until("runs")
     assert stream.is_over()  # and `serving` saw the server's thread end
-
-
-def test_ctrl_c_is_a_good_end(root: Path) -> None:
-    code = "import sys; from paceline.board.board import board_verb; sys.exit(board_verb(sys.argv[1], '127.0.0.1', 0))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(root)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    url = line.removeprefix("board at ").partition(" ")[0]
-    assert line == f"board at {url} (Ctrl-C ends it)\n"
-    connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=TIMEOUT_S)
-    connection.request("GET", "/events")
-    assert connection.getresponse().readline().startswith(b"event: runs")
-    process.send_signal(SIGINT)
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    connection.close()
-    assert (process.returncode, out, err) == (0, "", "")
 
 
 def test_a_port_that_is_taken_is_one_line(root: Path) -> None:

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from harness.training import blobs, train_in
+from harness.training import ALONE, blobs, train_in
 from paceline.config import make_config
 from paceline.errors import UsageError
 from paceline.training.build import build
 from paceline.training.gradients import Jitter, Sam
-from unit.core.test_parts import ALONE
 
 
 def test_sam_takes_the_gradient_uphill_and_comes_back():
