@@ -1,4 +1,4 @@
-"""Tests in this folder start no process: a test that does fails. `tests/processes` is for those that must."""
+"""A test in this folder that starts a process fails: it belongs in tests/system."""
 
 import platform
 import sys
@@ -19,7 +19,7 @@ def _refuse(event: str, args: tuple[Any, ...]) -> None:
     if event == "subprocess.Popen" and args[1][0] == "git":
         raise FileNotFoundError("git")  # a record asks for the revision, and is happy without it
     _started.append(f"{event} {args[1] if event == 'subprocess.Popen' else ''}")
-    pytest.fail(f"tests/unit starts no process: move this test to tests/processes ({_started[-1]})")
+    pytest.fail(f"tests/unit starts no process: move this test to tests/system ({_started[-1]})")
 
 
 def _start(process: BaseProcess) -> None:
@@ -36,7 +36,7 @@ _multiprocessing_start, BaseProcess.start = BaseProcess.start, _start  # type: i
 def pytest_runtest_call() -> Iterator[None]:
     """Fail a test even if what it tests survived the refusal, or met it in a thread."""
     result = yield
-    assert not _started, f"tests/unit starts no process: move this test to tests/processes ({_started})"
+    assert not _started, f"tests/unit starts no process: move this test to tests/system ({_started})"
     return result
 
 

@@ -462,27 +462,6 @@ def test_none_is_identity():
     assert make_norm("none", CHANNELS, dims=2)(inputs) is inputs
 
 
-@pytest.mark.parametrize(("dims", "channels_last"), [(1, False), (2, False), (2, True)])
-def test_compiled_part_norm_is_the_native_one(dims, channels_last):
-    """Compiled, parts are normalised by plain operations on a view: the same output, gradients and running statistics."""
-    inputs, weights = _samples(12, dims), _samples(12, dims, seed=1)
-    if channels_last:
-        inputs = inputs.to(memory_format=torch.channels_last)
-    found = []
-    for compiled in (False, True):
-        layer = _noisy(PartNorm(CHANNELS, None))
-        layer.parts = 3
-        for name in ("running_mean", "running_var"):
-            setattr(layer, name, torch.stack([getattr(layer, name)] * 3))
-        layer.num_batches_tracked = torch.zeros(3, dtype=torch.int64)
-        fed = inputs.clone().requires_grad_()
-        output = (torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer)(fed)
-        (output * weights).sum().backward()
-        found.append([output, fed.grad, *(each.grad for each in layer.parameters()), *layer.buffers()])
-    for native, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, native, rtol=1e-4, atol=1e-5)
-
-
 # --- sync ---
 
 

@@ -1,28 +1,16 @@
 """The committed studies: each can be run, and each committed result is of the study whose name it has."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from paceline import cli
 from paceline.config import make_config
-from paceline.study.results import GOOD, read_results, table
+from paceline.study.results import read_results, table
 from paceline.study.study import read_study
 
 FOLDER = Path(__file__).parents[3] / "studies"
 STUDIES = sorted(FOLDER.glob("*.toml"))
 RESULTS = sorted(FOLDER.glob("results/*.json"))
-
-
-@pytest.fixture
-def own_process(runs: Path) -> Iterator[None]:
-    """As if each call had a process of its own, in an empty folder."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def arms_in(text: str) -> list[str]:
@@ -39,18 +27,6 @@ def study_of(path: Path) -> tuple[Path, bool]:
 
 def test_there_are_studies():
     assert STUDIES
-
-
-@pytest.mark.usefixtures("own_process")
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_its_mini_version_runs_every_arm_to_its_end(path, capsys):
-    arms = [arm.name for arm in read_study(path).arms]
-    assert cli.run(["study", str(path), "--mini"]) == 0
-    found = json.loads(Path(f"runs/study-{path.stem}-mini/study.json").read_text())
-    assert {run["arm"]: run["why"] for run in found["runs"] if run["status"] not in GOOD} == {}
-    assert [run["arm"] for run in found["runs"]] == arms
-    assert all(run["steps"] >= 3 for run in found["runs"])
-    assert arms_in(capsys.readouterr().out) == arms
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

@@ -138,7 +138,8 @@ def test_dropout_is_seeded_by_the_step() -> None:
 def test_a_compiled_step_is_the_plain_one(options: dict[str, Any], said: str) -> None:
     COMPILED.clear()
     with world() as here:
-        plain, _ = both(here, {**options, "fast": "off", "model": "cnn:width=4"})
+        task, config = _images({**options, "fast": "off", "model": "cnn:width=4"})
+        plain = train_in(here, task, {**vars(config), "log_every": 1})
         CALLS.clear()
         task, config = _images({**options, "model": "cnn:width=4"})
         compiled = train_in(here, task, {**vars(config), "log_every": 1})

@@ -1,4 +1,4 @@
-"""SyncNorm on real workers against BatchNorm on all their samples at once."""
+"""SyncNorm on real workers against BatchNorm on all their samples at once; PartNorm compiled against PartNorm."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.processes import run_workers
+from paceline.core.norms import PartNorm
 from paceline.core.sync_norm import SyncNorm
 from paceline.dist.world import World
 from unit.core.test_norms import CHANNELS, _batch_norm, _noisy, _samples
@@ -83,3 +84,24 @@ def _sync_worker(world: World, sizes: tuple[int, ...], folder: Path) -> None:
     (wrapped(inputs) * _samples(sum(sizes), 2, seed=1).split(sizes)[rank]).sum().backward()
     result["ddp_weight_grad"] = wrapped.module.weight.grad
     torch.save(result, folder / f"{rank}.pt")
+
+
+@pytest.mark.parametrize(("dims", "channels_last"), [(1, False), (2, False), (2, True)])
+def test_compiled_part_norm_is_the_native_one(dims, channels_last):
+    """Compiled, parts are normalised by plain operations on a view: the same output, gradients and running statistics."""
+    inputs, weights = _samples(12, dims), _samples(12, dims, seed=1)
+    if channels_last:
+        inputs = inputs.to(memory_format=torch.channels_last)
+    found = []
+    for compiled in (False, True):
+        layer = _noisy(PartNorm(CHANNELS, None))
+        layer.parts = 3
+        for name in ("running_mean", "running_var"):
+            setattr(layer, name, torch.stack([getattr(layer, name)] * 3))
+        layer.num_batches_tracked = torch.zeros(3, dtype=torch.int64)
+        fed = inputs.clone().requires_grad_()
+        output = (torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer)(fed)
+        (output * weights).sum().backward()
+        found.append([output, fed.grad, *(each.grad for each in layer.parameters()), *layer.buffers()])
+    for native, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, native, rtol=1e-4, atol=1e-5)
