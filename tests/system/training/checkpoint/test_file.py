@@ -37,8 +37,8 @@ print(load_latest(here, print).step)
 def child(body: str, folder: Path) -> list[str]:
     """Run code in a process of its own, in the folder; what it printed."""
     begin = "import os, random, resource, shutil, signal, sys, threading, torch\nfrom pathlib import Path\n"
-    begin += "from paceline.training.checkpoint import file as checkpoint\\nfrom paceline.training.checkpoint.file import *\\n"
-    begin += "torch.set_num_threads(1)\\n"
+    begin += "from paceline.training.checkpoint import file as checkpoint\nfrom paceline.training.checkpoint.file import *\n"
+    begin += "torch.set_num_threads(1)\n"
     done = run([sys.executable, "-c", f"{begin}os.chdir({str(folder)!r})\n{body}"])
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
