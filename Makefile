@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+PYTEST_2 := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test check format bench bench-gpu bench-plan images soak clean
+.PHONY: help setup demo test test-fast check format bench bench-gpu bench-plan images soak clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,11 +22,14 @@ demo: setup  ## train on 2 local workers and write the report, about a minute
 	$(BIN)/paceline train fashion-mnist-mini --workers 2 --name demo --profile
 	$(BIN)/paceline report
 
-test: setup  ## the whole suite; ARGS="tests/laws -k law4" for less
+test-fast: setup  ## tests that start no process, about a minute
+	$(PYTEST_2) tests/unit
+
+test: setup  ## the whole suite, about 11 minutes; ARGS="tests/laws -k law4" for less
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/laws tests/course tests/unit tests/browser
+	$(PYTEST_2) tests/laws tests/course tests/system tests/unit tests/browser
 	$(BIN)/python -m pytest tests/ranks tests/engines tests/gpu
 endif
 
