@@ -22,10 +22,10 @@ demo: setup  ## train on 2 local workers and write the report, about a minute
 	$(BIN)/paceline train fashion-mnist-mini --workers 2 --name demo --profile
 	$(BIN)/paceline report
 
-test-fast: setup  ## tests that start no process, about a minute
+test-fast: setup  ## tests/unit: starts no process
 	$(PYTEST_2) tests/unit
 
-test: setup  ## the whole suite, about 11 minutes; ARGS="tests/laws -k law4" for less
+test: setup  ## the whole suite; ARGS="tests/laws -k law4" for less
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
