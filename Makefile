@@ -29,8 +29,8 @@ test: setup  ## the whole suite; ARGS="tests/laws -k law4" for less
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(PYTEST_2) tests/laws tests/course tests/system tests/unit tests/browser
-	$(BIN)/python -m pytest tests/ranks tests/engines tests/gpu
+	$(PYTEST_2) tests/laws tests/course tests/engines tests/system tests/unit tests/browser
+	$(BIN)/python -m pytest tests/ranks tests/gpu
 endif
 
 check: setup  ## lint, format, types, import layers
