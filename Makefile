@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+PYTEST_2 := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test check format docs bench bench-gpu bench-plan images soak clean
+.PHONY: help setup demo test test-fast check format docs bench bench-gpu bench-plan images soak clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,18 +22,22 @@ demo: setup  ## train on 2 local workers and write the report, about a minute
 	$(BIN)/paceline train fashion-mnist-mini --workers 2 --name demo --profile
 	$(BIN)/paceline report
 
+test-fast: setup  ## tests/unit: starts no process
+	$(PYTEST_2) tests/unit
+
 test: setup  ## the whole suite; ARGS="tests/laws -k law4" for less
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/laws tests/course tests/unit tests/browser
-	$(BIN)/python -m pytest tests/ranks tests/engines tests/gpu
+	$(PYTEST_2) tests/laws tests/course tests/engines tests/system tests/unit tests/browser
+	$(BIN)/python -m pytest tests/ranks tests/gpu
 endif
 
 check: setup  ## lint, format, types, layers of imports, English
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tools/mypy.ini
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_english.py
 

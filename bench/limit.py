@@ -345,6 +345,12 @@ class Watcher:
     def step(self, row: Any) -> None:
         pass
 
+    def health(self, row: Any) -> None:
+        pass
+
+    def timeline(self, timeline: Any) -> None:
+        pass
+
     def end(self, result: Any, model: Any) -> None:
         pass
 

@@ -1,6 +1,7 @@
 """What every test gets: no leaks allowed, and no skip in CI that nobody expected."""
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,10 @@ import pytest
 from harness.processes import children
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # without AMX, --precision auto is fp32 on every CPU
+
+# A background job starts with SIGINT ignored, and so would every process that a test starts and then interrupts. (Paceline
+# keeps it ignored: Ctrl-C in the foreground must not end a background job. The tests of that ignore it themselves.)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _NEVER_IN_CI = ("gpu",)  # no CI machine has one; `make test ARGS=tests/gpu` runs these where there is
 _unexpected: list[str] = []

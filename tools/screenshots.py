@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
@@ -82,7 +83,7 @@ def take(browser: Browser, folder: Path) -> None:
 @contextmanager
 def opened(browser: Browser, address: str, theme: str, height: int = 980) -> Iterator[Page]:
     """A page of a size that suits the README, with all its charts drawn."""
-    scheme = "dark" if theme == "dark" else "light"
+    scheme: Literal["dark", "light"] = "dark" if theme == "dark" else "light"
     context = browser.new_context(viewport={"width": 1180, "height": height}, color_scheme=scheme, reduced_motion="reduce")
     page = context.new_page()
     page.goto(address)

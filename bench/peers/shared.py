@@ -106,7 +106,7 @@ class Clock:
         self.epoch += 1
         emit("epoch", number=self.epoch, time_s=time_s, images=self.images * _workers(), gpu_mb=gpu_mb())
 
-    def accuracy(self, value: float) -> None:
+    def accuracy(self, value: Tensor | float) -> None:
         """Report the validation accuracy."""
         emit("accuracy", value=float(value))
 

@@ -85,7 +85,6 @@ def test_patience_and_target(runs: Path) -> None:
     [
         (("--num-gpu", "2"), "unknown flag --num-gpu: did you mean --num-gpus?"),
         (("--num-gpus", "0"), "--num-gpus is 0: it must be at least 1"),
-        (("--batch-size", "-1"), "--batch-size is -1: it must be at least 1"),
         (("--epochs", "x"), "argument --epochs: invalid int value: 'x'"),
         (("--model", "cn", "--epochs", "1"), "unknown model 'cn': did you mean 'cnn'?"),
         (("--num-nodes", "2", "--epochs", "1"), "needs the address of node 0"),

@@ -1,10 +1,8 @@
 """The command line: a mistake is one line and exit code 2, a failure one line and 1, and help answers at once."""
 
 import dataclasses
-import json
 import os
 import shutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from harness.processes import paceline, run
 from paceline import cli, config, toml
 from paceline.config import Config, flag
 from paceline.data import fashion_mnist
@@ -24,6 +21,8 @@ from paceline.errors import PacelineError, refuse_exit
 from paceline.training import run as training
 
 QUICK = ("--model", "linear", "--train-samples", "64", "--max-steps", "1")
+
+
 MINI = ("train", "fashion-mnist-mini", *QUICK)
 
 
@@ -315,62 +314,6 @@ def test_version(capsys):
     with pytest.raises(SystemExit):
         cli.run(["--version"])
     assert capsys.readouterr().out.startswith("paceline 0.")
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--help"],
-        *([name, "--help"] for name in cli.VERBS),
-        ["train", "fashion-mnist", "--epochs", "0"],
-        ["trian"],
-        ["study", "missing.toml"],
-        ["rehearse", "fashion-mnist"],
-    ],
-)
-def test_nothing_light_imports_torch(argv):
-    code = (
-        "import sys\nfrom paceline import cli\n"
-        f"try:\n    cli.run({argv!r})\nexcept SystemExit:\n    pass\n"
-        "sys.exit(bool({'torch', 'numpy', 'rich'} & set(sys.modules)))"
-    )
-    done = run([sys.executable, "-c", code])
-    assert done.returncode == 0, done
-
-
-def test_help_uses_little_cpu_time():
-    def cpu_s() -> float:
-        process = subprocess.Popen([sys.executable, "-m", "paceline", "--help"], stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        assert process.returncode == 0
-        return usage.ru_utime + usage.ru_stime
-
-    assert min(cpu_s() for _ in range(3)) < 0.3
-
-
-def test_the_exit_code_reaches_the_shell():
-    done = paceline("trian")
-    assert done.returncode == 2
-    assert done.stderr == "paceline: unknown verb 'trian': did you mean 'train'?\n"
-
-
-@pytest.mark.parametrize("where", ["full", "closed", "gone"])
-def test_output_that_cannot_be_written_ends_no_run(runs: Path, where: str) -> None:
-    """A full disk, closed streams, a reader that is gone: the run trains to its end and says so by its exit code."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    redirect = {"full": ">/dev/full 2>/dev/full", "closed": ">&- 2>&- <&-", "gone": f">&{writer}"}[where]
-    try:
-        command = f"{sys.executable} -m paceline {' '.join(MINI)} --name x {redirect}"
-        done = subprocess.run(["bash", "-c", command], pass_fds=(writer,), capture_output=True, timeout=120, check=False)
-    finally:
-        os.close(writer)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert (runs / "x" / "model.safetensors").exists()
-    assert json.loads((runs / "x" / "result.json").read_text())["status"] == "done"
-    noted = "could not be printed" in (runs / "x" / "metrics.jsonl").read_text()
-    assert noted == (where != "closed"), "what the user closed is not missed"
 
 
 def test_a_global_batch_far_beyond_the_data_is_one_step_an_epoch(runs: Path) -> None:

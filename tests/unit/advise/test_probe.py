@@ -1,11 +1,12 @@
 """What `paceline advise` accepts: an existing record, or a task to train briefly."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from harness.processes import paceline
+from paceline import cli
 from paceline.advise.probe import find_or_train
 from paceline.errors import UsageError
 from paceline.records import read_metrics
@@ -27,20 +28,22 @@ def task():
 """
 
 
-def test_a_task_is_trained_as_on_one_worker_with_its_step_cut_into_parts(runs: Path) -> None:
+def test_a_task_is_trained_as_on_one_worker_with_its_step_cut_into_parts(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))  # loading a task adds its folder
     Path("mine.py").write_text(_TASK)
-    done = paceline("advise", "mine.py", "--epochs", "2")
-    assert done.returncode == 0, done.stderr
+    assert cli.run(["advise", "mine.py", "--epochs", "2"]) == 0
+    said = capsys.readouterr().out
     (record,) = runs.iterdir()
     contract = json.loads((record / "environment.json").read_text())["contract"]
     assert (contract["global_batch"], contract["virtual_workers"], contract["k"], contract["epochs"]) == (12, 4, 1, 2)
     assert any("noise_scale" in row for row in read_metrics(record))
-    assert "The noise scale is" in done.stdout
-    assert "Worth it: up to about" in done.stdout
+    assert "The noise scale is" in said
+    assert "Worth it: up to about" in said
 
-    again = paceline("advise", record.name)
-    assert again.returncode == 0, again.stderr
-    assert again.stdout.splitlines()[0] in done.stdout, "the record says the same when it is read again"
+    assert cli.run(["advise", record.name]) == 0
+    assert capsys.readouterr().out.splitlines()[0] in said, "the record says the same when it is read again"
     assert len(list(runs.iterdir())) == 1
 
 
@@ -63,7 +66,7 @@ def test_a_record_is_not_trained(tmp_path: Path) -> None:
         ([], "the following arguments are required"),
     ],
 )
-def test_mistakes_are_one_line(runs: Path, args: list[str], says: str) -> None:
-    done = paceline("advise", *args)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert says in done.stderr
+def test_mistakes_are_one_line(runs: Path, args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["advise", *args]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line

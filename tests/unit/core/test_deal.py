@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harness.processes import run_workers
 from harness.training import ALONE
 from paceline.config import Config
 from paceline.core.deal import Pass, cut_epoch, cut_step, deal_parts
@@ -20,7 +19,6 @@ from paceline.core.norms import PartNorm, group_batch_norms
 from paceline.core.sampler import Sampler
 from paceline.core.statistics import Statistics
 from paceline.core.sync_norm import SyncNorm
-from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.training.grouping import choose_grouping
 
@@ -32,9 +30,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-# --- dealing ---
 
 
 @st.composite
@@ -65,9 +60,6 @@ def test_whole_groups_do_not_depend_on_the_workers(dealing):
     workers = min(workers, -(-parts // at_once))
     alone = deal_parts(parts, 1, 0, at_once, True)
     assert [group for rank in range(workers) for group in deal_parts(parts, workers, rank, at_once, True)] == alone
-
-
-# --- passes ---
 
 
 @st.composite
@@ -182,9 +174,6 @@ def _plain(passes: Sequence[Pass]) -> list[Any]:
     return [(item.group, list(item.parts), item.micro, item.last, item.samples.tolist()) for item in passes]
 
 
-# --- how many at once ---
-
-
 class _OddNorm(nn.BatchNorm1d):
     pass
 
@@ -263,10 +252,12 @@ def test_grouping_that_cannot_be(model, options, parts, workers, message):
     assert str(error.value) == message
 
 
-# --- statistics ---
-
 V = 5
+
+
 SAMPLER = Sampler(samples=88, global_batch=40, parts=V, seed=3)  # steps of 40, 24 and 24: parts of 8, then of 4 and 5
+
+
 IMAGES = torch.randn(88, 3, 2, 2, generator=torch.Generator().manual_seed(0)) * 3 + 1
 
 
@@ -468,28 +459,3 @@ def test_minus_zero_is_zero_in_the_table():
     model.running_mean.fill_(-0.0)
     values, _ = Statistics(model, [range(1)], 1).gather(ALONE)
     assert not values.signbit().any()  # as it would be where another worker adds its zero
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_real_workers_have_the_statistics_of_one(workers):
-    expected = mean_of(expected_rows(1, epochs=2))
-    for in_turn, together, table in run_workers(_work, workers):
-        assert same_bits({name: torch.from_numpy(buffer) for name, buffer in in_turn.items()}, expected)
-        torch.testing.assert_close({name: torch.from_numpy(buffer) for name, buffer in together.items()}, expected)
-        assert table.shape == (V, 2 * (3 + 4 + 4 + 4))
-        assert np.array_equal(table.mean(0)[:3].astype(np.float32), in_turn["0.running_mean"])
-
-
-def _work(world: World) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
-    """The model's buffers after two epochs in turn and two together, and everybody's rows of the first."""
-    buffers, tables = [], []
-    for at_once in (1, 2):
-        model = make_model() if at_once == 1 else group_batch_norms(make_model())
-        groups = deal_parts(V, world.size, world.rank, at_once, whole_groups=False)
-        statistics = Statistics(model, groups, V)
-        for epoch in range(2):
-            train(model, statistics, groups, 1, epoch)
-            statistics.average(world)
-        buffers.append({name: buffer.numpy() for name, buffer in model.named_buffers()})  # no tensors: theirs are shared memory
-        tables.append(statistics.gather(world)[0].numpy())
-    return buffers[0], buffers[1], tables[0]

@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.processes import run_workers
 from paceline.core import exact_sum as reduce
 from paceline.core.exact_sum import MOST_PARTS, Done, ExactReducer, Workers
 from paceline.errors import UsageError
 
 Grads = Sequence[Tensor | None]
+
+
 TINY, NORMAL, HUGE = 2.0**-149, 2.0**-126, torch.finfo(torch.float32).max
+
+
 SHAPES = [(), (0,), (1,), (5,), (2, 3), (0, 4), (3, 1, 2)]
-
-
-# --- the same bits ---
 
 
 @st.composite
@@ -103,9 +103,6 @@ def test_a_part_more_or_less_of_zeros_changes_nothing_but_the_width():
     assert torch.equal(_sum([*parts, [torch.zeros(3)]])[0], _sum([*parts, [None]])[0])
 
 
-# --- no overflow ---
-
-
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 256, 257, 300, 32768, 65535, MOST_PARTS])
 def test_digits_never_overflow(parts):
     """Every value of every part as large as its digits can be, at both ends and in the middle of a float's range."""
@@ -165,9 +162,6 @@ def test_a_sum_beyond_the_range_is_infinite():
     assert _sum([[double] for double in doubles])[0].tolist() == [math.inf]
 
 
-# --- what is not finite ---
-
-
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("where", [0, 3])
@@ -189,9 +183,6 @@ def test_one_value_spoils_all_of_its_tensor_but_only_in_its_step():
     assert reducer.finish()[0].isnan().all()
     reducer.add([torch.ones(3)])
     assert reducer.finish()[0].tolist() == [1, 1, 1]
-
-
-# --- dtypes, None, what is refused ---
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -327,42 +318,6 @@ def test_every_scale_and_its_inverse_is_a_normal_number():
             reducer = ExactReducer([torch.zeros(1, dtype=dtype)], parts)
             for top in (int(reducer._lowest_tops[0]), -(-most // _width(parts))):
                 assert 2 - most <= (3 - top) * _width(parts) <= most - 2, "it or its inverse is not"
-
-
-# --- real workers ---
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_real_workers_have_the_bits_of_one(workers):
-    alone = [_steps(None, parts) for parts in (7, workers)]
-    for results in run_workers(_both, workers, workers):
-        assert results == alone
-
-
-def _both(world: Any, workers: int) -> list[list[list[bytes]]]:
-    """With several parts a worker, and with one."""
-    return [_steps(world, parts) for parts in (7, workers)]
-
-
-def _steps(world: Any, parts: int) -> list[list[bytes]]:
-    """Three steps of `parts` parts, of which this worker has every size-th; no world is a world of one."""
-    rank, size = (world.rank, world.size) if world else (0, 1)
-    reduce._CHUNK = 20
-    shapes = [(5, 4), (), (3,), (0,), (30,)]
-    reducer = ExactReducer([torch.zeros(shape) for shape in shapes], parts)
-    results = []
-    try:
-        for step in range(3):
-            for part in range(rank, parts, size):
-                generator = torch.Generator().manual_seed(100 * step + part)
-                reducer.add([torch.randn(shape, generator=generator) * 10.0 ** (7 * (part - step)) for shape in shapes])
-            results.append([_bits(total) for total in reducer.finish()])
-    finally:
-        reduce._CHUNK = 1 << 22
-    return results
-
-
-# --- workers as threads, and the sum in whole numbers ---
 
 
 class _Fakes:

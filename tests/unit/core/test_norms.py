@@ -2,24 +2,26 @@
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from paceline.core.norms import PartNorm, can_group, group_batch_norms, make_norm
 from paceline.core.sync_norm import SyncNorm
 from paceline.errors import UsageError
 
 CHANNELS = 3
+
+
 SIDES = {1: (), "sequence": (6,), 2: (4, 5), 3: (2, 3, 4)}
+
+
 PLAIN = {1: nn.BatchNorm1d, "sequence": nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
 OPTIONS = [
     {},
     {"momentum": None},
@@ -28,9 +30,6 @@ OPTIONS = [
     {"affine": False, "track_running_stats": False, "momentum": None},
     {"eps": 0.1, "momentum": 0.7},
 ]
-
-
-# --- part ---
 
 
 @pytest.mark.parametrize(("dims", "channels_last"), [(1, False), (2, False), (2, True)])
@@ -130,13 +129,6 @@ def test_part_size_is_positive():
 def test_input_needs_channels(make):
     with pytest.raises(ValueError, match="at least"):
         make().eval()(torch.zeros(CHANNELS))
-
-
-# --- several parts in one pass ---
-#
-# Outputs and running statistics are compared to the bit: on one thread of a CPU a channel is normalized by itself, in the same
-# order whatever stands beside it. Gradients are compared to rounding; so are the running statistics of four ghosts a part and
-# more, because the order in which torch takes the mean of four rows depends on how many columns there are.
 
 
 @pytest.fixture
@@ -337,9 +329,6 @@ def _give_rows(layer: PartNorm, alone: list[nn.Module]) -> None:
         layer._buffers[name] = rows if len(alone) > 1 else rows[0]
 
 
-# --- models whose parts share a pass ---
-
-
 class _Net(nn.Module):
     """Batch norms of each dimension, nested, one of them in two places, one with options of its own, one frozen."""
 
@@ -448,9 +437,6 @@ def test_models_that_can_be_grouped():
     assert can_group(group_batch_norms(model)) == ""
 
 
-# --- group, none ---
-
-
 @pytest.mark.parametrize(
     ("channels", "dims", "groups"),
     [(64, 2, 32), (160, 2, 32), (16, 2, 16), (48, 2, 24), (7, 2, 7), (37, 2, 1), (256, 1, 32), (64, 1, 8), (5, 1, 1)],
@@ -466,116 +452,12 @@ def test_none_is_identity():
     assert make_norm("none", CHANNELS, dims=2)(inputs) is inputs
 
 
-@pytest.mark.parametrize(("dims", "channels_last"), [(1, False), (2, False), (2, True)])
-def test_compiled_part_norm_is_the_native_one(dims, channels_last):
-    """Compiled, parts are normalized by plain operations on a view: the same output, gradients and running statistics."""
-    inputs, weights = _samples(12, dims), _samples(12, dims, seed=1)
-    if channels_last:
-        inputs = inputs.to(memory_format=torch.channels_last)
-    found = []
-    for compiled in (False, True):
-        layer = _noisy(PartNorm(CHANNELS, None))
-        layer.parts = 3
-        for name in ("running_mean", "running_var"):
-            setattr(layer, name, torch.stack([getattr(layer, name)] * 3))
-        layer.num_batches_tracked = torch.zeros(3, dtype=torch.int64)
-        fed = inputs.clone().requires_grad_()
-        output = (torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer)(fed)
-        (output * weights).sum().backward()
-        found.append([output, fed.grad, *(each.grad for each in layer.parameters()), *layer.buffers()])
-    for native, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, native, rtol=1e-4, atol=1e-5)
-
-
-# --- sync ---
-
-
 @pytest.mark.parametrize("dims", [1, 2])
 def test_sync_norm_alone_is_batch_norm(dims):
     layer, reference = _noisy(SyncNorm(CHANNELS)), _noisy(_batch_norm(dims))
     inputs = _samples(6, dims)
     assert torch.equal(layer(inputs), reference(inputs))
     assert torch.equal(layer.running_var, reference.running_var)
-
-
-@pytest.mark.parametrize("sizes", [(5, 3), (4, 1, 0)])
-def test_sync_norm_is_batch_norm_on_everyones_samples(sizes, tmp_path, monkeypatch):
-    # A spawned worker imports this file by name, from the root of the tests.
-    monkeypatch.syspath_prepend(Path(__file__).parents[3])
-    mp.spawn(_sync_worker, args=(sizes, tmp_path), nprocs=len(sizes))
-    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(len(sizes))]
-
-    for dims in (1, 2):
-        reference = _noisy(_batch_norm(dims))
-        inputs, weights = _samples(sum(sizes), dims).requires_grad_(), _samples(sum(sizes), dims, seed=1)
-        for _ in range(2):
-            reference.zero_grad()
-            inputs.grad = None
-            output = reference(inputs)
-            (output * weights).sum().backward()
-        found = [result[dims] for result in results]
-        torch.testing.assert_close(torch.cat([each["output"] for each in found]), output)
-        torch.testing.assert_close(torch.cat([each["input_grad"] for each in found]), inputs.grad)
-        torch.testing.assert_close(sum(each["weight_grad"] for each in found), reference.weight.grad)
-        torch.testing.assert_close(sum(each["bias_grad"] for each in found), reference.bias.grad)
-        for each in found:
-            torch.testing.assert_close(each["state"], dict(reference.state_dict()))
-            assert each["state"].keys() == found[0]["state"].keys()
-            assert all(torch.equal(value, found[0]["state"][name]) for name, value in each["state"].items())  # to the bit
-
-    # Far from zero in bfloat16: float32 statistics, and a variance that a difference of sums would have lost.
-    everyone = (_samples(sum(sizes), 2) + 64).bfloat16()
-    expected = nn.BatchNorm2d(CHANNELS)(everyone.float())
-    for result, inputs in zip(results, expected.split(sizes), strict=True):
-        assert result["bfloat16"].dtype == torch.bfloat16
-        torch.testing.assert_close(result["bfloat16"].float(), inputs, atol=0.02, rtol=0.01)
-
-    # One value in all the world: nothing to divide by zero, nothing moves.
-    for result in results:
-        assert result["single"].isfinite().all()
-        assert torch.equal(result["single_var"], torch.ones(CHANNELS))
-
-    # Under DDP all workers end with the mean over workers of the local gradients.
-    mean = sum(result[2]["weight_grad"] for result in results) / len(sizes)
-    for result in results:
-        torch.testing.assert_close(result["ddp_weight_grad"], mean)
-
-
-def _sync_worker(rank: int, sizes: tuple[int, ...], folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(sizes))
-    result = {}
-    for dims in (1, 2):
-        layer = _noisy(SyncNorm(CHANNELS))
-        inputs = _samples(sum(sizes), dims).split(sizes)[rank].clone().requires_grad_()
-        weights = _samples(sum(sizes), dims, seed=1).split(sizes)[rank]
-        for _ in range(2):
-            layer.zero_grad()
-            inputs.grad = None
-            output = layer(inputs)
-            (output * weights).sum().backward()
-        result[dims] = {
-            "output": output.detach(),
-            "input_grad": inputs.grad,
-            "weight_grad": layer.weight.grad,
-            "bias_grad": layer.bias.grad,
-            "state": dict(layer.state_dict()),
-        }
-    result["bfloat16"] = SyncNorm(CHANNELS)((_samples(sum(sizes), 2) + 64).bfloat16().split(sizes)[rank]).detach()
-
-    single = SyncNorm(CHANNELS)
-    result["single"] = single(torch.randn(1 if rank == 0 else 0, CHANNELS)).detach()
-    result["single_var"] = single.running_var
-
-    wrapped = DistributedDataParallel(_noisy(SyncNorm(CHANNELS)))
-    inputs = _samples(sum(sizes), 2).split(sizes)[rank]
-    (wrapped(inputs) * _samples(sum(sizes), 2, seed=1).split(sizes)[rank]).sum().backward()
-    result["ddp_weight_grad"] = wrapped.module.weight.grad
-    torch.save(result, folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-# --- what they are fed ---
 
 
 def _batch_norm(dims: int | str, **options) -> nn.Module:

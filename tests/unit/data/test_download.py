@@ -3,7 +3,6 @@
 import errno
 import gzip
 import hashlib
-import multiprocessing
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,8 +16,14 @@ from paceline.data.download import content_sha256, fetch
 from paceline.errors import DataError
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
+
+
 ARCHIVE = gzip.compress(CONTENT, mtime=0)
+
+
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
+
+
 HALF = len(ARCHIVE) // 2
 
 
@@ -343,22 +348,6 @@ def test_the_bytes_are_on_disk_before_the_name(server, target, monkeypatch):
     monkeypatch.setattr(download.os, "replace", lambda *paths: order.append("replace") or true_replace(*paths))
     fetch([server.url("ok")], target, SHA256)
     assert order == ["fsync", "replace"]
-
-
-def test_two_processes_download_once(server, target):
-    spawn = multiprocessing.get_context("spawn")
-    both = [spawn.Process(target=fetch, args=([server.url("hold")], target, SHA256)) for _ in range(2)]
-    both[0].start()
-    assert server.asked.wait(20)
-    both[1].start()
-    # While the first is held, a second request can only come from a process that does not respect the lock; give it a chance.
-    server.asked_again.wait(1.0)
-    server.go_on.set()
-    for process in both:
-        process.join(20)
-    assert [process.exitcode for process in both] == [0, 0]
-    assert server.ranges == [None]
-    assert_done(target)
 
 
 def test_a_process_that_waited_for_the_lock_finds_the_file(server, target):

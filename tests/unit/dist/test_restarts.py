@@ -82,21 +82,6 @@ def test_workers_that_share_a_gpu_are_not_limited_by_it(monkeypatch):
     assert next_crew(Crew(2), None, FailedAttempt(1, 0), Config(workers=2, min_workers=1, backend="gloo")) == (Crew(2), "")
 
 
-def test_gpus_are_probed_under_their_visible_names(monkeypatch):
-    monkeypatch.setattr(
-        restarts, "_PROBE", "import os; print('0 1\\n1 0' if os.environ['CUDA_VISIBLE_DEVICES'] == '4,6' else '')"
-    )
-    assert restarts._gpus(Crew(2, ("4", "6"))) == (("4", True), ("6", False))
-    monkeypatch.setattr(restarts, "_PROBE", "print('0 1\\n1 1')")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert restarts._gpus(Crew(2)) == (("0", True), ("1", True))
-
-
-def test_without_a_probe_the_crew_stays(monkeypatch):
-    monkeypatch.setattr(restarts, "_PROBE", "raise SystemExit(1)")
-    assert restarts._gpus(Crew(2)) == ()
-
-
 def test_the_same_workers_resume_the_record():
     command = ["train", "t.py", "--resume=auto", "--workers=2"]
     again = restart_command(command, Crew(2), CONFIG, Path("/runs/x"))

@@ -1,29 +1,20 @@
 """The committed studies: each can be run, and each committed result belongs to the study of the same name."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from paceline import cli
 from paceline.config import make_config
-from paceline.records import Status
 from paceline.study.results import read_results, table
 from paceline.study.study import read_study
 
 FOLDER = Path(__file__).parents[3] / "studies"
+
+
 STUDIES = sorted(FOLDER.glob("*.toml"))
+
+
 RESULTS = sorted(FOLDER.glob("results/*.json"))
-
-
-@pytest.fixture
-def own_process(runs: Path) -> Iterator[None]:
-    """Reset what would otherwise leak from one call into the next, and work in an empty folder."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def arms_in(text: str) -> list[str]:
@@ -40,18 +31,6 @@ def study_of(path: Path) -> tuple[Path, bool]:
 
 def test_there_are_studies():
     assert STUDIES
-
-
-@pytest.mark.usefixtures("own_process")
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_the_mini_version_finishes_every_arm(path, capsys):
-    arms = [arm.name for arm in read_study(path).arms]
-    assert cli.run(["study", str(path), "--mini"]) == 0
-    found = json.loads(Path(f"runs/study-{path.stem}-mini/study.json").read_text())
-    assert {run["arm"]: run["why"] for run in found["runs"] if not Status(run["status"]).good} == {}
-    assert [run["arm"] for run in found["runs"]] == arms
-    assert all(run["steps"] >= 3 for run in found["runs"])
-    assert arms_in(capsys.readouterr().out) == arms
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

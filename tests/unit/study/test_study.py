@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +14,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from harness.processes import paceline, run
 from paceline import cli
 from paceline.config import merge_options
 from paceline.errors import Stopped, UsageError
@@ -44,6 +41,7 @@ epochs = 2
 [arms."V = 4"]
 virtual_workers = 4
 """
+
 
 TASK = '''
 import os
@@ -76,6 +74,7 @@ def task():
     return Task(name="points", train=lambda: points(64), validation=lambda: points(32), objective=objective,
                 model=lambda: nn.Linear(5, 1), defaults={"global_batch": 8, "epochs": 2})
 '''
+
 
 POINTS = """
 task = "my_task.py"
@@ -137,9 +136,6 @@ def write_task(happens: str) -> None:
 def results(name: str = "study-tiny") -> dict[str, Any]:
     found: dict[str, Any] = json.loads(Path("runs", name, "study.json").read_text())
     return found
-
-
-# --- the definition
 
 
 @pytest.mark.parametrize(
@@ -279,9 +275,6 @@ def test_mini_divides_the_batches_by_32_and_keeps_v_and_k(options, batches):
     assert "workers" not in arm.options
     assert shrink(study).seeds == (3,)
     assert arm.options["train_samples"] == 3 * batches[1]
-
-
-# --- the engine
 
 
 def test_every_arm_and_seed_is_a_record_and_the_second_call_does_nothing(runs, trained, capsys):
@@ -465,14 +458,6 @@ def test_a_record_that_cannot_be_resumed_starts_over(trained):
     assert [run["status"] for run in results()["runs"]] == ["done"] * 2
 
 
-def test_a_killed_study_can_be_continued(trained):
-    write_task("samples == 16 and training and once('killed') and os.kill(os.getpid(), signal.SIGKILL)")
-    done = paceline("study", write(POINTS))
-    assert done.returncode == -signal.SIGKILL, done
-    assert cli.run(["study", "tiny.toml"]) == 0
-    assert trained == ["large-seed0 resumed", "small-seed1", "large-seed1"]
-
-
 def test_a_run_claimed_by_another_process_is_skipped(trained, monkeypatch, capsys):
     """The other process gives it up when we start to wait for it."""
     runs = list_runs(read_study(Path(write(TINY))))
@@ -485,27 +470,6 @@ def test_a_run_claimed_by_another_process_is_skipped(trained, monkeypatch, capsy
     assert cli.run(["study", "tiny.toml"]) == 0
     assert trained == ["v-4-seed0", "plain-seed1", "v-4-seed1", "plain-seed0"]
     assert capsys.readouterr().out.count("another process is training the remaining runs") == 1
-
-
-@pytest.mark.parametrize("when", ["the slots have skipped it", "the study waits for it"])
-def test_slots_resume_runs_abandoned_by_another_process(trained, when):
-    runs = list_runs(read_study(Path(write(TINY))))
-    folder = Path("runs/study-tiny")
-    (folder / ".claims").mkdir(parents=True)
-    theirs = claim(Call(folder, "theirs"), runs[0])
-    assert theirs.__enter__()
-    options = [sys.executable, "-m", "paceline", "study", "tiny.toml", "--per-device", "2"]
-    with subprocess.Popen(options, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True) as study:
-        if when == "the study waits for it":
-            assert study.stdout
-            assert any("another process is training the remaining runs" in line for line in study.stdout)
-        else:
-            while len(list(folder.glob("*.run.json"))) < 2 and study.poll() is None:
-                time.sleep(0.01)
-        theirs.__exit__(None, None, None)
-        study.communicate(timeout=300)
-    assert study.returncode == 0
-    assert [run["status"] for run in results()["runs"]] == ["done"] * 4
 
 
 def test_a_signal_just_after_a_run_is_done_leaves_it_done(trained, monkeypatch):
@@ -532,23 +496,6 @@ def test_results_that_cannot_be_written_are_noticed_before_the_first_run(trained
     assert trained == []
 
 
-def test_two_slots_train_each_run_once_even_if_one_slot_dies():
-    write_task("samples == 16 and training and once('killed') and os.kill(os.getpid(), signal.SIGKILL)")
-    done = paceline("study", write(POINTS), "--per-device", "2", env={"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done
-    assert "2 at a time" in done.stdout
-    assert [line[:5] for line in done.stdout.splitlines()[1:5]] == [f"[{i}/4]" for i in range(1, 5)], done.stdout
-    assert [run["status"] for run in results()["runs"]] == ["done"] * 4
-    tries = {path.name: json.loads(path.read_text())["tries"] for path in Path("runs/study-tiny").glob("*.run.json")}
-    assert sorted(tries.values()) == [1, 1, 1, 2]
-    assert results()["per_device"] == 2
-    assert "2 runs shared each device" in done.stdout
-    folders = {path.name for path in Path("runs/study-tiny").iterdir() if path.is_dir()} - {".claims"}
-    assert folders == {"small-seed0", "small-seed1", "large-seed0", "large-seed1"}
-    ends = [len(re.findall(r"^done: ", path.read_text(), re.M)) for path in Path("runs/study-tiny").glob("*seed*.log")]
-    assert ends == [1] * 4
-
-
 def test_a_run_that_kills_its_process_is_tried_once_more(trained):
     """Its state says that this call started it, and its claim is free: its process has died."""
     folder, runs = Path("runs/study-tiny"), list_runs(read_study(Path(write(TINY))))
@@ -568,26 +515,6 @@ def test_a_run_that_kills_its_process_is_tried_once_more(trained):
     assert died(tries=2, call="another")["status"] == "done"  # a later call tries again
 
 
-def test_a_mistake_in_one_slot_ends_them_all():
-    text = TINY.replace("global_batch = 32", "global_batch = 1024").replace("virtual_workers = 4", "virtual_workers = 512")
-    flags = ("--per-device", "2", "--set", "epochs=100000", "--seeds", "1")
-    done = paceline("study", write(text), *flags, env={"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 2, done
-    assert done.stderr.startswith("paceline: arm 'V = 4', seed 0: 128 training samples cannot feed 512"), done
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_slots_end_with_the_study_and_their_runs_can_be_continued():
-    """A run sends SIGINT to the study, as Ctrl-C at a terminal would: the slots are in sessions of their own."""
-    write_task("training and once('stopped') and os.kill(os.getppid(), signal.SIGINT)")
-    done = paceline("study", write(POINTS), "--per-device", "2", "--set", "epochs=2000", env={"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 130, done
-    assert done.stderr.startswith("paceline: stopped by Ctrl-C: 0 of 4 runs are done; run the same command"), done
-    states = [json.loads(path.read_text())["status"] for path in Path("runs/study-tiny").glob("*.run.json")]
-    assert "interrupted" in states
-    assert "running" not in states
-
-
 def test_mini_runs_every_arm(capsys):
     text = TINY.replace('"fashion-mnist-mini"', '"fashion-mnist"').replace("epochs = 2", 'epochs = 40\nschedule = "cosine"')
     text = text.replace("global_batch = 32", "global_batch = 8192").replace("train_samples = 128", "warmup_epochs = 5")
@@ -598,9 +525,6 @@ def test_mini_runs_every_arm(capsys):
     assert all(run["steps"] >= 3 for run in found["runs"])
     assert cli.run(["study", "tiny.toml", "--mini", "--table"]) == 0
     assert table(found) in capsys.readouterr().out
-
-
-# --- results
 
 
 def made(*arms: tuple[str, list[float | str]], metric: str = "accuracy", target: float | None = 0.9) -> dict[str, Any]:
@@ -665,16 +589,6 @@ def test_one_seed_has_no_verdict():
 
 def test_a_name_with_a_bar_stays_in_its_column():
     assert "| a\\|b |" in table(made(("one", [0.94]), ("a|b", [0.93])))
-
-
-def test_the_table_needs_no_torch_and_no_run():
-    Path("x.json").write_text(json.dumps(made(("one", [0.94]), ("other", [0.93]))))
-    for argv in (["study", "x.json", "--table"], ["study", "no.toml", "--table", "--out", "x.json"]):
-        light = "sys.exit(code or bool({'torch', 'numpy'} & set(sys.modules)))"
-        code = f"import sys\nfrom paceline import cli\ncode = cli.run({argv!r})\n{light}"
-        done = run([sys.executable, "-c", code])
-        assert done.returncode == 0, done
-        assert done.stdout.startswith("| arm | global batch |")
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.processes import run_workers
 from harness.training import Trained, blobs, train_in
 from paceline.config import make_config
 from paceline.core.sync_norm import SyncNorm
 from paceline.data.loaders import Arrays
-from paceline.dist.world import World, world
+from paceline.dist.world import world
 from paceline.errors import Stopped, UsageError
 from paceline.training.build import build
 from paceline.training.checkpoint.keeper import Keeper
@@ -24,6 +23,8 @@ from paceline.training.loop import fit
 from paceline.training.task import Task
 
 FOUR = {"virtual_workers": 4, "global_batch": 24, "local_steps": 3}
+
+
 PLAIN = {"momentum": 0.0, "nesterov": False, "schedule": "constant", "epochs": 2}
 
 
@@ -134,24 +135,6 @@ def test_averages_of_weights_move_with_the_parts_mean() -> None:
     for name, end in plain.weights.items():
         expected = start.weights[name] * decay + end * (1 - decay)
         np.testing.assert_allclose(averaged.weights[name], expected, rtol=1e-4, atol=1e-6)
-
-
-def workers(world: World) -> list[Trained]:
-    """Checked after every step: only where all hold the same weights could that pass. (Adam makes whole steps of the rounding
-    errors that are the gradient of a bias before batch norm.)
-    """
-    adamw = {"optimizer": "adamw", "base_lr": 0.01, "clip_norm": 1.0}
-    cases: list[tuple[bool, dict[str, Any]]] = [(True, {}), (False, adamw), (True, {"parts_at_once": 1, "accumulate": 2})]
-    options = {**FOUR, "check_every": 1, "local_after": 0.2, "base_lr": 0.02, "ema": 0.5}
-    return [train_in(world, blobs(norm=norm), {**options, **more}) for norm, more in cases]
-
-
-def test_any_number_of_workers() -> None:
-    with world() as here:
-        expected = workers(here)
-    for found in zip(*run_workers(workers, 3), expected, strict=True):
-        assert len({trained.result.model_sha256 for trained in found[:3]}) == 1
-        assert_close(found[0], found[3])
 
 
 def kept_at(folder: Path) -> list[int]:

@@ -2,32 +2,25 @@
 
 import fcntl
 import os
-import signal
 import stat
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import Dataset
 from torch.utils.tensorboard import SummaryWriter
 
 import paceline
-from harness.processes import children
 from harness.training import blobs
 from paceline.config import Config, make_config
 from paceline.dist.launch import Outcome
 from paceline.dist.messages import Failure
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import UsageError
 from paceline.records import read_metrics, read_result
 from paceline.report.page import report_verb
 from paceline.toml import read_recipe
 from paceline.training import run
-from paceline.training.run import WorkerFailed, train
-from paceline.training.task import Task
+from paceline.training.run import train
 
 TASK = """
 from paceline import Arrays, Task
@@ -40,18 +33,6 @@ def task():
                 objective=lambda model, batch: {"loss": (model(batch[0]) - batch[1]).square().squeeze(1)},
                 defaults={"schedule": "cosine", "warmup_steps": 2, "global_batch": 10, "base_lr": 0.01})
 """
-
-
-def test_workers_started_from_a_program_leave_it_as_it_was(runs: Path) -> None:
-    Path("task.py").write_text(TASK)
-    environ, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
-    together = train("task.py", workers=2, epochs=1)
-    assert together.status == "done"
-    assert dict(os.environ) == environ
-    assert signal.getsignal(signal.SIGINT) is handler
-    assert train("task.py", workers=1, epochs=1).status == "done"
-    assert train(blobs(), epochs=1, name="blobs").status == "done"
-    assert len(list(runs.iterdir())) == 3
 
 
 def test_flags_are_judged_with_the_tasks_own_defaults(runs: Path) -> None:
@@ -72,15 +53,6 @@ def test_a_config_overrides_only_what_it_was_given(runs: Path, workers: int) -> 
     found = read_recipe(str(runs / "x" / "config.toml"))
     assert [found[name] for name in ("optimizer", "base_lr", "schedule", "warmup_steps")] == ["adamw", 0.01, "cosine", 2]
     assert (found["epochs"], found["momentum"]) == (1, 0.9), "given, although 0.9 is also Config's default"
-
-
-def test_a_task_that_exits_is_no_success(runs: Path) -> None:
-    Path("task.py").write_text("import sys\nsys.exit(0)\n")
-    with pytest.raises(UsageError, match="raised SystemExit"):
-        train("task.py")
-    with pytest.raises(WorkerFailed, match="raised SystemExit"):
-        train("task.py", workers=2)
-    assert not runs.exists()
 
 
 def test_a_task_object_trains_here_only() -> None:
@@ -232,76 +204,3 @@ def test_every_file_of_a_record_has_the_permissions_of_the_umask(runs: Path) -> 
     found = {path.relative_to(runs): stat.S_IMODE(path.stat().st_mode) for path in (runs / "x").rglob("*")}
     assert {path.name for path in found} >= {"model.safetensors", "report.html", "timeline.json", "checkpoints", "result.json"}
     assert {path: mode for path, mode in found.items() if mode != (0o750 if (runs / path).is_dir() else 0o640)} == {}
-
-
-OWN_OPTIMIZER = """
-import torch
-from paceline import optim
-
-def make(model, config):
-    return torch.optim.Adagrad(model.parameters(), lr=config.base_lr)
-
-optim.OPTIMIZERS["mine"] = optim.Entry(make=make, about="of this file", reference="")
-"""
-
-
-def test_a_tasks_own_optimizer_works_on_several_workers(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Only the workers run the file, so only they know the name."""
-    Path("task.py").write_text(TASK + OWN_OPTIMIZER)
-    assert train("task.py", workers=2, epochs=1, optimizer="mine").status == "done"
-    assert "optimizer  mine, weight decay 0.0005, cosine by step" in capfd.readouterr().out
-    with pytest.raises(WorkerFailed, match="unknown optimizer 'mien': did you mean 'mine'") as caught:
-        train("task.py", workers=2, epochs=1, optimizer="mien")
-    assert caught.value.exit_code == 2
-
-
-class Numbers(Dataset):
-    """Read through loader processes."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.ones(1), torch.ones(1)
-
-
-def streamed(objective: Any = None) -> Task:
-    def distance(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        return {"loss": (model(batch[0]) - batch[1]).square().squeeze(1)}
-
-    defaults = {"loader_workers": 2, "global_batch": 6, "base_lr": 0.01, "epochs": 1}
-    return Task(
-        name="streamed",
-        model=lambda: nn.Linear(1, 1),
-        train=Numbers,
-        validation=Numbers,
-        objective=objective or distance,
-        defaults=defaults,
-    )
-
-
-def test_several_trainings_in_one_program_leave_no_process(runs: Path) -> None:
-    for number in range(4):
-        result = train(streamed(), name=f"run-{number}")
-        assert not children(os.getpid())
-        assert result.status == "done"
-
-
-def test_a_training_that_fails_leaves_no_process(runs: Path) -> None:
-    def mistake(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        raise LookupError("a mistake")
-
-    with pytest.raises(LookupError):
-        train(streamed(mistake))
-    assert not children(os.getpid())
-
-
-def test_sys_exit_in_an_objective_is_a_failure_that_the_record_explains(runs: Path) -> None:
-    def leave(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        sys.exit(0)
-
-    with pytest.raises(PacelineError, match=r"sys.exit\(0\) was called in leave, line \d+ of test_run.py: the run is not done"):
-        train(streamed(leave), name="left")
-    result = read_result(runs / "left")
-    assert result["status"] == "failed"
-    assert "sys.exit(0) was called in leave" in result["why"]

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.processes import run_workers
 from harness.training import Trained, blobs, train_in
 from paceline.data.loaders import Inputs, map_tensors, tensors_in
 from paceline.dist.world import World, world
@@ -147,7 +146,8 @@ def test_dropout_is_seeded_by_the_step() -> None:
 def test_a_compiled_step_is_the_plain_one(options: dict[str, Any], said: str) -> None:
     COMPILED.clear()
     with world() as here:
-        plain, _ = both(here, {**options, "fast": "off", "model": "cnn:width=4"})
+        task, config = _images({**options, "fast": "off", "model": "cnn:width=4"})
+        plain = train_in(here, task, {**vars(config), "log_every": 1})
         CALLS.clear()
         task, config = _images({**options, "model": "cnn:width=4"})
         compiled = train_in(here, task, {**vars(config), "log_every": 1})
@@ -279,24 +279,6 @@ def test_no_fault_in_the_trials_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert tried.watcher.notes[0].startswith("AttributeError")
     assert not CALLS
     same(plain, tried)
-
-
-def unequal(here: World) -> tuple[list[str], str]:
-    """Three parts on two workers, with dropout: one pass here, two there."""
-    fast.Graph, fast._why_never = Replayed, lambda run: ""  # type: ignore[misc, assignment]
-    fast.find_obstacle = lambda body, inputs, model, objective: (body(inputs), "")
-    loop.capture = _capture
-    loop.Validation = _Plain  # type: ignore[misc]
-    fast._Trials._is_long = lambda self, case, graph: False  # type: ignore[method-assign]
-    trained = train_in(here, blobs(dropout=0.5), {"virtual_workers": 3, "epochs": 3, "fast": "auto"})
-    return trained.watcher.notes, trained.result.model_sha256
-
-
-def test_workers_that_cannot_all_do_not_wait_for_each_other() -> None:
-    (notes, one), (others, other) = run_workers(unequal, 2)
-    assert one == other
-    assert sorted([notes[0], others[0]])[0].startswith("another worker cannot")
-    assert "passes, and a graph has one seed" in sorted([notes[0], others[0]])[1]
 
 
 def test_nothing_is_captured_on_a_cpu() -> None:

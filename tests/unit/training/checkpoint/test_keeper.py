@@ -2,16 +2,13 @@
 
 import itertools
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from harness.training import Watcher, blobs
 from paceline.config import Config, make_config
@@ -24,7 +21,6 @@ from paceline.training.checkpoint.file import load_latest
 from paceline.training.checkpoint.keeper import Keeper, _check_identity, check_unchanged
 from paceline.training.loop import fit
 from paceline.training.observers import Result
-from paceline.training.task import classify
 
 
 def one_run(
@@ -177,20 +173,6 @@ def test_records_from_before_there_was_an_option() -> None:
         _check_identity(before, {**before, "options": {**options, "ema": 0.9}})
 
 
-class Own(Dataset[tuple[Tensor, int]]):
-    """A user's own data set, and one that is not quite the same."""
-
-    def __init__(self, last: float = 0.0, random: bool = False) -> None:
-        self.last, self.random = last, random
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        noise = torch.rand(5) if not self.random else torch.tensor(list(os.urandom(5))).float()
-        return noise + (self.last if index == 23 else 0.0), index % 3
-
-
 def test_resumed_state_lies_as_the_weights_do(tmp_path: Path) -> None:
     """Channels-last weights, a file without layouts, and a fused optimizer that needs both alike."""
     options = {"model": "cnn:width=4", "max_steps": 6, "global_batch": 16, "checkpoint_every": "3", "reduce": "exact"}
@@ -208,19 +190,6 @@ def test_resumed_state_lies_as_the_weights_do(tmp_path: Path) -> None:
                 path.unlink()  # so that the second goes on at step 3
     assert not run.model[3].weight.is_contiguous()
     assert runs[0].model_sha256 == runs[1].model_sha256
-
-
-def test_a_users_own_data_set_is_known_again() -> None:
-    """By some of its samples, seeded; samples that are never the same twice say nothing."""
-
-    def known(data: Own) -> str:
-        task = replace(blobs(), train=lambda: data, validation=Own, objective=classify())
-        with world() as here:
-            return build(task, make_config(task.defaults), here).data_sha256
-
-    assert known(Own()) == known(Own())
-    assert known(Own(last=1.0)) != known(Own())
-    assert known(Own(random=True)) == known(Own(random=True))
 
 
 def test_another_torch_or_device_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from paceline.config import Config
 from paceline.dist import launch as module
 from paceline.dist import restarts
 from paceline.dist.agent import Meeting
-from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, _meeting, launch, start_as_worker
+from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, _catch_stop_signals, _meeting, launch, start_as_worker
 from paceline.dist.messages import Failure
 from paceline.errors import PacelineError, UsageError
 
@@ -498,3 +498,14 @@ def test_a_worker_asked_to_stop_before_it_began_ends_at_once(folder, monkeypatch
     finally:
         signal.signal(signal.SIGINT, handler)
     assert ended == [STOPPED]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_the_launcher_keeps_an_ignored_signal_ignored(number):
+    """A shell's background job ignores Ctrl-C, nohup SIGHUP."""
+    handler = signal.signal(number, signal.SIG_IGN)
+    try:
+        with _catch_stop_signals():
+            assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, handler)

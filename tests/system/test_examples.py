@@ -9,13 +9,14 @@ import pytest
 from harness.processes import paceline
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+FLAGS = ("--epochs", "60", "--base-lr", "0.01", "--global-batch", "16")
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_line_fit_finds_the_line(workers: str, runs: Path) -> None:
     from safetensors.torch import load_file
 
-    done = paceline("train", str(EXAMPLES / "line_fit.py"), "--workers", workers, "--epochs", "300", "--global-batch", "16")
+    done = paceline("train", str(EXAMPLES / "line_fit.py"), "--workers", workers, *FLAGS)
     assert done.returncode == 0, done.stderr
     (record,) = runs.glob("*")
     weights = load_file(record / "model.safetensors")
@@ -26,7 +27,7 @@ def test_line_fit_finds_the_line(workers: str, runs: Path) -> None:
 
 
 def test_char_lm_learns(runs: Path) -> None:
-    done = paceline("train", str(EXAMPLES / "char_lm.py"), "--workers", "2", "--max-steps", "25", "--loader-workers", "1")
+    done = paceline("train", str(EXAMPLES / "char_lm.py"), "--workers", "2", "--max-steps", "12", "--loader-workers", "1")
     assert done.returncode == 0, done.stderr
     assert "(streamed)" in done.stdout
     (record,) = runs.glob("*")

@@ -178,8 +178,12 @@ def test_the_second_ctrl_c_interrupts(start):
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize("where", ["stuck()", "while True: watch.mark(1, 'data')"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)])
+MARKS = "while True: watch.mark(1, 'data')"
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "where"), [(signal.SIGTERM, 143, "stuck()"), (signal.SIGHUP, 143, MARKS), (signal.SIGINT, 130, MARKS)]
+)
 def test_after_the_grace_it_ends(number, code, where, start):
     process = start(f"with Watch(1, 60, 0.5) as watch:\n    print('ready', flush=True)\n    {where}", TWO)
     assert process.stdout.readline() == "ready\n"
@@ -201,8 +205,9 @@ except BaseException as error:
 """
 
 
-@pytest.mark.parametrize("where", ["stuck()", "while True: watch.mark(1, 'data')"])
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "Stopped"), (signal.SIGINT, "KeyboardInterrupt")])
+@pytest.mark.parametrize(
+    ("number", "name", "where"), [(signal.SIGTERM, "Stopped", "stuck()"), (signal.SIGINT, "KeyboardInterrupt", MARKS)]
+)
 def test_after_the_grace_a_callers_own_program_is_only_interrupted(number, name, where, start):
     process = start(LATE.format(where=where))
     assert process.stdout.readline() == "ready\n"

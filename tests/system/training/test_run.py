@@ -1,0 +1,114 @@
+"""`paceline.train` with workers and loader processes leaves the program as it was."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from harness.processes import children
+from harness.training import blobs
+from paceline.errors import PacelineError, UsageError
+from paceline.records import read_result
+from paceline.training.run import WorkerFailed, train
+from paceline.training.task import Task
+from unit.training.test_run import TASK
+
+
+def test_workers_started_from_a_program_leave_it_as_it_was(runs: Path) -> None:
+    Path("task.py").write_text(TASK)
+    environ, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
+    together = train("task.py", workers=2, epochs=1)
+    assert together.status == "done"
+    assert dict(os.environ) == environ
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert train("task.py", workers=1, epochs=1).status == "done"
+    assert train(blobs(), epochs=1, name="blobs").status == "done"
+    assert len(list(runs.iterdir())) == 3
+
+
+def test_a_task_that_exits_is_no_success(runs: Path) -> None:
+    Path("task.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(UsageError, match="raised SystemExit"):
+        train("task.py")
+    with pytest.raises(WorkerFailed, match="raised SystemExit"):
+        train("task.py", workers=2)
+    assert not runs.exists()
+
+
+OWN_OPTIMIZER = """
+import torch
+from paceline import optim
+
+def make(model, config):
+    return torch.optim.Adagrad(model.parameters(), lr=config.base_lr)
+
+optim.OPTIMIZERS["mine"] = optim.Entry(make=make, about="of this file", reference="")
+"""
+
+
+def test_a_tasks_own_optimizer_works_on_several_workers(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Only the workers run the file, so only they know the name."""
+    Path("task.py").write_text(TASK + OWN_OPTIMIZER)
+    assert train("task.py", workers=2, epochs=1, optimizer="mine").status == "done"
+    assert "optimizer  mine, weight decay 0.0005, cosine by step" in capfd.readouterr().out
+    with pytest.raises(WorkerFailed, match="unknown optimizer 'mien': did you mean 'mine'") as caught:
+        train("task.py", workers=2, epochs=1, optimizer="mien")
+    assert caught.value.exit_code == 2
+
+
+class Numbers(Dataset):
+    """Read through loader processes."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(1), torch.ones(1)
+
+
+def streamed(objective: Any = None) -> Task:
+    def distance(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": (model(batch[0]) - batch[1]).square().squeeze(1)}
+
+    defaults = {"loader_workers": 2, "global_batch": 6, "base_lr": 0.01, "epochs": 1}
+    return Task(
+        name="streamed",
+        model=lambda: nn.Linear(1, 1),
+        train=Numbers,
+        validation=Numbers,
+        objective=objective or distance,
+        defaults=defaults,
+    )
+
+
+def test_several_trainings_in_one_program_leave_no_process(runs: Path) -> None:
+    for number in range(4):
+        result = train(streamed(), name=f"run-{number}")
+        assert not children(os.getpid())
+        assert result.status == "done"
+
+
+def test_a_training_that_fails_leaves_no_process(runs: Path) -> None:
+    def mistake(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        raise LookupError("a mistake")
+
+    with pytest.raises(LookupError):
+        train(streamed(mistake))
+    assert not children(os.getpid())
+
+
+def test_sys_exit_in_an_objective_is_a_failure_that_the_record_explains(runs: Path) -> None:
+    def leave(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        sys.exit(0)
+
+    with pytest.raises(PacelineError, match=r"sys.exit\(0\) was called in leave, line \d+ of test_run.py: the run is not done"):
+        train(streamed(leave), name="left")
+    result = read_result(runs / "left")
+    assert result["status"] == "failed"
+    assert "sys.exit(0) was called in leave" in result["why"]
