@@ -132,7 +132,7 @@ def _requeue() -> None:
 
 def _wait_for_stop_request() -> None:
     """Wait until this worker is asked to stop: launchers are slow, and the remaining steps could be over before."""
-    watch, end = _steps[0].mark.__self__, time.monotonic() + 60  # type: ignore[attr-defined]
+    watch, end = _steps[0]._mark.__self__, time.monotonic() + 60  # type: ignore[attr-defined]
     while not watch.stop:
         assert time.monotonic() < end, "this worker was never asked to stop"
         time.sleep(0.01)

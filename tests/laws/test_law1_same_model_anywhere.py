@@ -347,10 +347,10 @@ def test_what_cannot_be_the_same_says_so() -> None:
         assert "takes its statistics over all workers" in said["sync norm, exact"]
         assert "must run at once" in said["sync norm, in turn"]
         for what in ("sharpness-aware", "adascale", "noise"):
-            assert "takes each part's own gradient" in said[f"sync norm, {what}"]
-        assert "looks across the samples of a batch; use --parts-at-once 1" in said["across samples"]
+            assert "needs each part's own gradient" in said[f"sync norm, {what}"]
+        assert "mixes the samples of a batch; use --parts-at-once 1" in said["across samples"]
         assert "changes the buffer seen" in said["a buffer, exact"]
-        assert "use at most 1 workers" in said["more workers than parts"]
-        assert "1 groups of the 4 parts" in said["fewer groups than workers"]
+        assert "use at most 1 worker," in said["more workers than parts"]
+        assert "1 group of the 4 parts" in said["fewer groups than workers"]
         assert "--parts-at-once 1 keys them by part" in said["noisy"]
         assert said["noisy in turn"] == ""

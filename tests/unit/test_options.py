@@ -80,7 +80,7 @@ def test_a_study_and_a_rehearsal_set_these_themselves(name, tmp_path):
 
 @pytest.mark.parametrize("name", sorted(names_with(Role.WHOLE_RUN)))
 def test_scale_has_no_use_for_these(name):
-    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} is of no use to scale"):
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} does not apply to scale"):
         scale._check({name: 1}, {"mode": "weak", "windows": 3, "window_s": 1.0})
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from paceline.core.sampler import Sampler
 from paceline.errors import UsageError
+from paceline.output import plural
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ def check_parts(parts: int, workers: int) -> None:
     """Raise a UsageError unless every worker has at least one part."""
     if workers > parts:
         raise UsageError(
-            f"{workers} workers for {parts} virtual worker{'s' * (parts > 1)}: use at most {parts}"
-            f" worker{'s' * (parts > 1)}, or more virtual workers"
+            f"{workers} workers for {plural(parts, 'virtual worker')}: use at most {plural(parts, 'worker')}, or more virtual"
+            " workers"
         )
 
 

@@ -35,7 +35,7 @@ class PassSampler(Sampler[list[tuple[int | None, int]]]):
 class KeyedDataset(Dataset[Any]):
     """A Dataset whose random numbers follow the sample: seeded by (seed, epoch, sample) before each sample is made."""
 
-    def __init__(self, data: Dataset[Any], seed: int) -> None:
+    def __init__(self, data: Any, seed: int) -> None:
         self._data, self._seed = data, seed
 
     def __getitems__(self, pairs: list[tuple[int | None, int]]) -> Any:

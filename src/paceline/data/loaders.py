@@ -15,21 +15,21 @@ import tempfile
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import get_temp_dir
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from paceline.core.keys import key, on_device, seed_sample
+from paceline.core.keyed import KeyedDataset, PassSampler
+from paceline.core.keys import on_device
 from paceline.dist.process import die_with_parent
-from paceline.errors import describe_exit
 
 Batch = tuple[Any, ...]
 Inputs = tuple[Any, ...]
@@ -199,7 +199,7 @@ class Streaming(Loader):
         cores: Iterable[int] | None = None,
     ) -> None:
         self._prepare, self._device = _Preparation(prepare, device), device
-        self._sampler = _BatchSampler()
+        self._sampler = PassSampler()
         # torch counts only the cores that this worker is bound to, but its loader processes may use more.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         self._loader = DataLoader(
@@ -216,7 +216,7 @@ class Streaming(Loader):
     def start(self) -> None:
         if self._loader.num_workers:
             _make_temp_dir()
-            self._sampler.indices = ()
+            self._sampler.set_epoch((), None)
             iter(self._loader)  # torch keeps the processes for later epochs
 
     def close(self) -> None:
@@ -237,7 +237,7 @@ class Streaming(Loader):
                 process.join()
 
     def inputs(self, indices: BatchIndices, epoch: int | None, before: Before = _nothing) -> Iterator[Inputs]:
-        self._sampler.indices, self._sampler.epoch = indices, epoch
+        self._sampler.set_epoch(indices, epoch)
         begun = self._prepare.begin(epoch)
         copied = self._copy_ahead(zip(self._loader, indices, strict=True))
         for i, (batch, samples) in enumerate(copied):
@@ -294,41 +294,13 @@ class _Preparation:
         return batch if self._keyed is None else self._keyed.apply(batch, samples, begun)
 
 
-class _BatchSampler:
-    """Gives the DataLoader the current batches, because its processes outlive an epoch."""
+class _Keyed(KeyedDataset):
+    """Arrays are indexed at once: they draw no random numbers."""
 
-    indices: BatchIndices = ()
-    epoch: int | None = None
-
-    def __iter__(self) -> Iterator[list[tuple[int | None, int]]]:
-        for samples in self.indices:
-            yield [(self.epoch, sample) for sample in samples.tolist()]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-
-class _Keyed(Dataset[Any]):
-    """A Dataset that seeds all random numbers by (seed, epoch, sample) before each sample is made."""
-
-    def __init__(self, data: Arrays | Dataset[Any], seed: int) -> None:
-        self._data, self._seed = data, seed
-
-    def __getitems__(self, asked: list[tuple[int | None, int]]) -> Any:
+    def __getitems__(self, pairs: list[tuple[int | None, int]]) -> Any:
         if isinstance(self._data, Arrays):
-            return self._data.__getitems__([sample for _, sample in asked])
-        try:
-            return [self._one(epoch, sample) for epoch, sample in asked]
-        except SystemExit as error:  # from a loader process, torch would not say where it was called
-            raise RuntimeError(describe_exit(error)) from error
-
-    def __len__(self) -> int:
-        return len(cast(Sized, self._data))
-
-    def _one(self, epoch: int | None, sample: int) -> Any:
-        seed_sample(key(self._seed, -1 if epoch is None else epoch, sample))
-        assert not isinstance(self._data, Arrays)
-        return self._data[sample]
+            return self._data.__getitems__([sample for _, sample in pairs])
+        return super().__getitems__(pairs)
 
 
 _CLOSE_S = 2.0  # how long a loader process may take to finish its batch

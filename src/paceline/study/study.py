@@ -210,9 +210,10 @@ def shrink(study: Study) -> Study:
 
 def list_runs(study: Study) -> list[RunSpec]:
     """All runs, seed by seed, so that a study that is cut short has all arms. Checks each arm's options first."""
+    from paceline.core.deal import check_parts
     from paceline.core.sampler import check_divides
     from paceline.training import tasks
-    from paceline.training.contract import check_comparable, check_parts
+    from paceline.training.contract import check_comparable
 
     resolved: dict[str, dict[str, Any]] = {}
     for arm in study.arms:

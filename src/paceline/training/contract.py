@@ -4,11 +4,11 @@ from typing import Any
 
 from paceline.config import Config
 from paceline.contract import Contract
+from paceline.core.deal import check_parts
 from paceline.core.sampler import Sampler
 from paceline.core.schedules import Schedule, make_schedule
 from paceline.dist.world import World, describe_devices
 from paceline.errors import UsageError
-from paceline.output import plural
 
 
 def make_steps(config: Config, world: World, samples: int) -> tuple[Sampler, Schedule]:
@@ -26,15 +26,6 @@ def make_steps(config: Config, world: World, samples: int) -> tuple[Sampler, Sch
         total_steps=min(total, config.max_steps or total),
     )
     return sampler, schedule
-
-
-def check_parts(parts: int, workers: int) -> None:
-    """A UsageError where there are more workers than parts: every worker computes at least one part."""
-    if workers > parts:
-        raise UsageError(
-            f"{workers} workers for {plural(parts, 'virtual worker')}: use at most {plural(parts, 'worker')},"
-            " or more virtual workers"
-        )
 
 
 def check_comparable(config: Config, parts: int) -> None:

@@ -9,6 +9,7 @@ from paceline.config import Config
 from paceline.core.norms import can_group
 from paceline.core.statistics import spans_workers
 from paceline.errors import UsageError
+from paceline.output import plural
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ def _choose_grouping(model: nn.Module, config: Config, parts: int, workers: int)
         groups = -(-parts // asked)
         if config.reduce == "exact" and workers > groups:
             raise UsageError(
-                f"--reduce exact with --parts-at-once {asked} makes {groups} groups of the {parts} parts, too few for {workers}"
-                f" workers: use at most {groups} workers, or a smaller --parts-at-once"
+                f"--reduce exact with --parts-at-once {asked} makes {plural(groups, 'group')} of the {parts} parts, too few for"
+                f" {workers} workers: use at most {plural(groups, 'worker')}, or a smaller --parts-at-once"
             )
         return Grouping(asked, f"{asked} at once")
     if asked == 1 or most == 1:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import Config, make_config, names_with
+from paceline.core.deal import check_parts
 from paceline.core.sampler import check_divides
 from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, launch
 from paceline.dist.messages import send_record_path
@@ -26,7 +27,6 @@ from paceline.toml import read_recipe, read_toml
 from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.checkpoint.keeper import FOLDER, REFUSED, Keeper, check_unchanged
-from paceline.training.contract import check_parts
 from paceline.training.loop import fit
 from paceline.training.observers import Observer, Printer, Recorder, Result, TensorBoard, check_tensorboard
 from paceline.training.task import Task

@@ -193,10 +193,10 @@ class _OddNorm(nn.BatchNorm1d):
         (nn.BatchNorm1d(2), {"reduce": "exact"}, 8, 2, (1, "in turn, for exact sums", False)),
         (nn.Sequential(_OddNorm(2)), {}, 8, 2, (1, "in turn: 0 is a _OddNorm", False)),
         (_OddNorm(2), {}, 8, 2, (1, "in turn: the model is a _OddNorm", False)),
-        (nn.Sequential(nn.Dropout(0.1)), {}, 8, 2, (1, "in turn: layer 0 draws random numbers by part", False)),
-        (nn.Dropout2d(0.1), {}, 8, 2, (1, "in turn: the model draws random numbers by part", False)),
-        (nn.RReLU(), {}, 8, 2, (1, "in turn: the model draws random numbers by part", False)),
-        (nn.MultiheadAttention(2, 1, dropout=0.1), {}, 8, 2, (1, "in turn: the model draws random numbers by part", False)),
+        (nn.Sequential(nn.Dropout(0.1)), {}, 8, 2, (1, "in turn: layer 0 draws random numbers", False)),
+        (nn.Dropout2d(0.1), {}, 8, 2, (1, "in turn: the model draws random numbers", False)),
+        (nn.RReLU(), {}, 8, 2, (1, "in turn: the model draws random numbers", False)),
+        (nn.MultiheadAttention(2, 1, dropout=0.1), {}, 8, 2, (1, "in turn: the model draws random numbers", False)),
         (nn.MultiheadAttention(2, 1), {}, 8, 2, (4, "together", False)),
         (nn.Dropout(0.0), {}, 8, 2, (4, "together", False)),
         (nn.Dropout(0.1), {"parts_at_once": 2}, 8, 2, (2, "2 at once", False)),
@@ -218,7 +218,7 @@ def test_grouping(model, options, parts, workers, expected):
             {"reduce": "exact"},
             8,
             2,
-            "--reduce exact: layer 0 takes its statistics over all workers, by float sums that depend on how many there are;"
+            "--reduce exact: layer 0 takes its statistics over all workers, by float sums that depend on their number;"
             " use norm=part or batch, or --reduce fast",
         ),
         (
@@ -234,7 +234,7 @@ def test_grouping(model, options, parts, workers, expected):
             {"parts_at_once": 2},
             8,
             2,
-            "--parts-at-once 2: 0 is a _OddNorm, which cannot keep parts apart in a pass; use --parts-at-once 1",
+            "--parts-at-once 2: 0 is a _OddNorm, so parts cannot be kept apart in a pass; use --parts-at-once 1",
         ),
         (
             nn.BatchNorm1d(2),

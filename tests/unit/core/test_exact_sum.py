@@ -133,13 +133,13 @@ def test_as_many_adds_as_parts_and_no_more():
     for _ in range(2):  # steps
         for _ in range(3):
             reducer.add([torch.ones(1)])
-        with pytest.raises(UsageError, match="made for 3 part\\(s\\) on this worker and was given one more"):
+        with pytest.raises(UsageError, match="more than the 3 parts that this worker can have"):
             reducer.add([torch.ones(1)])
         assert reducer.finish()[0].item() == 3
     one_of_two = ExactReducer([torch.zeros(1)], 3, _Fakes(2).of(0))
     one_of_two.add([torch.ones(1)])
     one_of_two.add([torch.ones(1)])
-    with pytest.raises(UsageError, match="made for 2 part\\(s\\) on this worker"):  # the third is the other's
+    with pytest.raises(UsageError, match="more than the 2 parts that this worker can have"):  # the third is the other's
         one_of_two.add([torch.ones(1)])
 
 
@@ -280,10 +280,10 @@ def test_a_worker_without_a_part_joins_in():
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_what_is_refused():
     ones = torch.ones(3)
-    with pytest.raises(UsageError, match=r"^2 part\(s\) for 3 workers: the exact sum needs one each at least$"):
+    with pytest.raises(UsageError, match=r"^2 parts for 3 workers: an exact sum needs one or more per worker$"):
         ExactReducer([ones], 2, _Fakes(3).of(0))
     for parts in (0, -1, MOST_PARTS + 1):
-        with pytest.raises(UsageError, match=rf"^{parts} parts: the exact sum is for 1 to 65,536$"):
+        with pytest.raises(UsageError, match=rf"^{parts} parts: the exact sum takes 1 to 65,536$"):
             ExactReducer([ones], parts)
     for sparse in (ones.to_sparse(), torch.ones(2, 2).to_sparse_csr()):
         with pytest.raises(UsageError, match=r"^--reduce exact does not sum sparse gradients: .*--reduce fast$"):

@@ -65,7 +65,7 @@ def test_one_part_has_nothing_to_compare():
     task = blobs()
     with pytest.raises(UsageError, match="--virtual-workers 2 or more"):
         build(task, make_config(task.defaults, {"measure_noise": True}), ALONE)
-    with pytest.raises(UsageError, match="leaves one gradient a step"):
+    with pytest.raises(UsageError, match="leaves one gradient per step"):
         build(task, make_config(task.defaults, {**OPTIONS, "parts_at_once": 4}), ALONE)
 
 

@@ -270,7 +270,7 @@ def test_one_group_keeps_its_layout():
 def test_rows_that_are_not_one_a_sample_are_refused(samples, found):
     layer = group_batch_norms(nn.BatchNorm1d(CHANNELS))
     layer.parts, layer.samples = (2 if samples else 3), samples
-    with pytest.raises(UsageError, match=f"a batch norm of 3 channels was given {found}: .*--parts-at-once 1") as refused:
+    with pytest.raises(UsageError, match=f"a batch norm of 3 channels got {found}: .*--parts-at-once 1") as refused:
         layer(torch.randn(8, CHANNELS))
     assert "\n" not in str(refused.value)
     assert layer.num_batches_tracked == 0

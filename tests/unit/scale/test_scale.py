@@ -15,7 +15,7 @@ _SCALE = ("scale", "fashion-mnist-mini", "--model", "mlp:width=256", "--windows"
         (["--workers", "0,2"], "--workers is '0,2': it must be numbers of workers such as 1,2,4"),
         (["--workers", "two"], "must be numbers of workers"),
         (["--global-batch", "512"], "--mode weak gives every worker --reference-batch samples"),
-        (["--resume"], "--resume is of no use to scale"),
+        (["--resume"], "--resume does not apply to scale"),
         (["--windows", "1"], "--windows must be at least 3"),
         (["--mode", "both"], "invalid choice: 'both'"),
     ],

@@ -169,7 +169,7 @@ def results(name: str = "study-tiny") -> dict[str, Any]:
             "study tiny.toml, arm 'V = 4': unknown model 'liner': did you mean 'linear'?",
         ),
         ("virtual_workers = 4", 'lr_rule = "adascale"', "arm 'V = 4': --lr-rule adascale compares the gradients of parts"),
-        ("virtual_workers = 4", "local_steps = 2", "arm 'V = 4': --local-steps needs two virtual workers"),
+        ("virtual_workers = 4", "local_steps = 2", "arm 'V = 4': --local-steps needs at least two virtual workers"),
         ("virtual_workers = 4", "sam_rho = 0.1\naccumulate = 2", "arm 'V = 4': --sam-rho cannot be combined with --accumulate"),
         ("seeds = 2", "seeds = 1000000000", "it must be a number of seeds, 1 to 1000, or a list"),
         ("[arms.plain]", '[arms."pl\\u001bain"]', "an arm's name must be plain text in one line"),

@@ -104,7 +104,7 @@ class Generating:
 def test_a_prepare_with_a_generator_of_its_own_is_told() -> None:
     for options in ({"virtual_workers": 4, "global_batch": 24}, {"virtual_workers": 2, "reduce": "exact"}):
         notes = train_in(ALONE, replace(blobs(), prepare=Generating()), {**ONE, **options}).watcher.notes
-        assert "the same samples are not the same when they are prepared again" in notes[0]
+        assert "preparing the same samples twice gives different results" in notes[0]
 
 
 def test_a_sync_batch_norm_that_has_no_stand_in_is_refused() -> None:

@@ -67,7 +67,7 @@ def test_every_sharpness_aware_step_counts_once_for_batch_norm():
 
 def test_sam_runs_parts_in_turn():
     task = blobs()
-    with pytest.raises(UsageError, match="every part climbs by itself"):
+    with pytest.raises(UsageError, match="every part climbs on its own"):
         build(task, make_config(task.defaults, {"virtual_workers": 4, "parts_at_once": 2, "sam_rho": 0.1}), ALONE)
     run = build(task, make_config(task.defaults, {"virtual_workers": 4, "sam_rho": 0.1}), ALONE)
     assert {len(group) for group in run.parts.groups} == {1}

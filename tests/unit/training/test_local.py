@@ -186,7 +186,7 @@ def test_every_pass_is_of_one_part() -> None:
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(UsageError, match="--local-steps needs two virtual workers"):
+    with pytest.raises(UsageError, match="--local-steps needs at least two virtual workers"):
         alone(blobs(), local_steps=2)
     synced = replace(blobs(), model=lambda: nn.Sequential(nn.Linear(5, 8), SyncNorm(8), nn.Linear(8, 3)))
     with pytest.raises(UsageError, match="takes its statistics over all workers"):

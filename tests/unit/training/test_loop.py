@@ -171,7 +171,7 @@ def test_a_tasks_name_cannot_lead_out_of_the_runs_folder() -> None:
 
 def test_a_tracker_that_is_not_installed_leaves_no_record(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"it is not installed here; pip install 'paceline\[trackers\]'"):
+    with pytest.raises(UsageError, match=r"TensorBoard is not installed; pip install 'paceline\[trackers\]'"):
         train(blobs(), tracker="tensorboard")
     assert not runs.exists()
 
