@@ -26,9 +26,9 @@ from paceline.dist.world import World
 from paceline.optim import make_optimizer
 from paceline.training import tasks
 from paceline.training.build import build
-from paceline.training.contract import make_steps
 from paceline.training.loop import fit
 from paceline.training.task import Task
+from paceline.training.terms import make_steps
 
 WORKERS, PART_BATCH = 2, 128
 KINDS = ("plain", "fast", "exact")

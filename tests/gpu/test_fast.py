@@ -18,9 +18,9 @@ from paceline.dist.world import World, world
 from paceline.training import tasks
 from paceline.training.build import build
 from paceline.training.capture import captured as fast
-from paceline.training.evaluate import Validation
 from paceline.training.loop import make_clock, make_step
 from paceline.training.task import Task, classify
+from paceline.training.validation import Validation
 
 pytestmark = [
     pytest.mark.gpu,

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.core.deal import Pass, check_parts, cut_epoch, deal_parts
 from paceline.core.determinism import set_deterministic
 from paceline.core.engine import Engine, Work
-from paceline.core.evaluate import Chunks, mean_over_workers
+from paceline.core.exact_mean import Chunks, mean_over_workers
 from paceline.core.keyed import KeyedDataset, PassSampler
 from paceline.core.keys import key, seed_all
 from paceline.core.noise import noise_scale

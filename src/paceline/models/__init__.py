@@ -5,7 +5,7 @@ May import: core, errors. Start reading at `build`, then `resnet.py`.
 To add a model, write a file with a function of the same name, and add the name to `_NAMES`.
 
 A spec is `name` or `name:key=value,key=value`. The keys of a model are the keyword parameters of its function, and their
-annotations say which values are allowed (`options.py`). In names and keys, `-` and `_` are the same. A model's file is imported
+annotations say which values are allowed (`spec.py`). In names and keys, `-` and `_` are the same. A model's file is imported
 only when a spec names it, so `names()` and the error for an unknown model never import torch.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from paceline import errors
-from paceline.models import options
+from paceline.models.spec import convert
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +76,7 @@ def _parse(spec: str) -> tuple[Callable[..., Any], dict[str, object]]:
         if key in values:
             raise errors.UsageError(f"model {spec}: {key} is given twice")
         try:
-            values[key] = options.convert(text, known[key])
+            values[key] = convert(text, known[key])
         except ValueError as error:
             raise errors.UsageError(f"model {name}: {key} is {text!r}: it must be {error}") from None
     return function, values

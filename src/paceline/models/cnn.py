@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.core.norms import NormKind, make_norm
 from paceline.models.convs import conv3x3, he_init
-from paceline.models.options import Count, Fraction, require_image_size
+from paceline.models.spec import Count, Fraction, require_image_size
 
 
 def cnn(

@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from paceline.core.norms import NormKind, make_norm
-from paceline.models.options import Count, Fraction, require_image_size
+from paceline.models.spec import Count, Fraction, require_image_size
 
 STEM = 16
 WIDTHS = (160, 320, 640)

@@ -5,7 +5,7 @@ from typing import Annotated
 from torch import nn
 
 from paceline.core.norms import NormKind, make_norm
-from paceline.models.options import Count, Rule
+from paceline.models.spec import Count, Rule
 
 Width = Annotated[int, Rule("a whole number, 2 or more", lambda n: n >= 2)]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline.core.norms import NormKind, make_norm
 from paceline.models.convs import conv3x3, he_init
-from paceline.models.options import Count, Rule, require_image_size
+from paceline.models.spec import Count, Rule, require_image_size
 
 Depth = Annotated[int, Rule("6n + 2 (8, 14, 20, 26, 32 ...)", lambda n: n >= 8 and n % 6 == 2)]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.core.norms import NormKind, make_norm
 from paceline.models.convs import conv3x3, he_init
-from paceline.models.options import Count, Fraction, Rule, require_image_size
+from paceline.models.spec import Count, Fraction, Rule, require_image_size
 
 Depth = Annotated[int, Rule("6n + 4 (10, 16, 22, 28, 34, 40 ...)", lambda n: n >= 10 and n % 6 == 4)]
 

@@ -213,7 +213,7 @@ def list_runs(study: Study) -> list[RunSpec]:
     from paceline.core.deal import check_parts
     from paceline.core.sampler import check_divides
     from paceline.training import tasks
-    from paceline.training.contract import check_comparable
+    from paceline.training.terms import check_comparable
 
     resolved: dict[str, dict[str, Any]] = {}
     for arm in study.arms:

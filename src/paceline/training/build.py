@@ -24,7 +24,6 @@ from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
 from paceline.optim.muon import describe_split
-from paceline.training.contract import make_contract, make_steps
 from paceline.training.dataset import count_samples, load_data
 from paceline.training.forward import Forward
 from paceline.training.gradients import Sam
@@ -32,6 +31,7 @@ from paceline.training.grouping import Grouping, choose_grouping, measures_noise
 from paceline.training.local import first_local_step
 from paceline.training.precision import choose_precision
 from paceline.training.task import Task
+from paceline.training.terms import make_contract, make_steps
 from paceline.training.trial import Trial
 from paceline.training.update import Update
 

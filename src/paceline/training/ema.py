@@ -4,7 +4,7 @@ Polyak & Juditsky's averaging with a forgetting factor: the average of roughly t
 noise that a large learning rate leaves in the weights. The average is validated and saved; training never uses it. In the first
 steps the decay is at most (1 + step) / (10 + step), so that the untrained weights are soon forgotten.
 
-Batch-norm statistics of the training weights do not fit the average: `evaluate.Averaged` takes new ones.
+Batch-norm statistics of the training weights do not fit the average: `validation.Averaged` takes new ones.
 """
 
 import torch

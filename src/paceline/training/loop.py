@@ -24,15 +24,15 @@ from paceline.records import Status
 from paceline.training.build import Run
 from paceline.training.capture.captured import CapturedStep, capture
 from paceline.training.checkpoint.keeper import Keeper, Progress
-from paceline.training.checks import Checks
-from paceline.training.evaluate import Averaged, Validation
 from paceline.training.local import LocalSteps, with_local_steps
 from paceline.training.meter import Meter
 from paceline.training.observers import Observer, Result
 from paceline.training.step import Executor, TrainStep
+from paceline.training.task_checks import TaskChecks
 from paceline.training.timing.clock import Clock
 from paceline.training.timing.health import Health
 from paceline.training.timing.profile import Profile
+from paceline.training.validation import Averaged, Validation
 
 EXPLODED, HOPELESS = 1e4, 1e8
 """Multiples of the first step's loss, or of 1 if that is more. A finite loss can be a divergence too: if both the last step's
@@ -73,7 +73,7 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
 
 def make_step(run: Run, clock: Clock, watch: Watch | None = None, say: Any = lambda text: None) -> TrainStep:
     """The plain step of a run."""
-    checks = Checks(run.parts, run.forward, say)
+    checks = TaskChecks(run.parts, run.forward, say)
     mark = watch.mark if watch else lambda number, phase: None
     return TrainStep(run.parts, run.forward, run.update, clock=clock, checks=checks, mark=mark, sam=run.sam())
 

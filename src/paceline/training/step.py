@@ -15,9 +15,9 @@ from paceline.core.deal import Pass
 from paceline.core.parts import Part, Parts, Step
 from paceline.data.loaders import Inputs
 from paceline.dist.watch import PHASES as WATCHED
-from paceline.training.checks import Checks
 from paceline.training.forward import Forward
 from paceline.training.gradients import Sam
+from paceline.training.task_checks import TaskChecks
 from paceline.training.timing.clock import Clock
 from paceline.training.update import Update
 
@@ -47,7 +47,7 @@ class TrainStep:
         update: Update,
         *,
         clock: Clock,
-        checks: Checks,
+        checks: TaskChecks,
         mark: Mark,
         sam: Sam | None = None,
     ) -> None:

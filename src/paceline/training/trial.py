@@ -20,8 +20,8 @@ from paceline.data.augment import Images
 from paceline.data.loaders import Arrays, Batch, make_loader, tensors_in
 from paceline.dist.world import World
 from paceline.training.capture.graph import first_line
-from paceline.training.checks import every
 from paceline.training.task import Task
+from paceline.training.task_checks import every
 
 _KEY = 0x7217  # keeps the random numbers of trials apart from those of training
 

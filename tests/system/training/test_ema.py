@@ -14,8 +14,8 @@ from paceline.core.sync_norm import SyncNorm
 from paceline.dist.world import World
 from paceline.errors import WorkersDisagree
 from paceline.training.build import build
-from paceline.training.evaluate import Averaged
 from paceline.training.loop import fit, make_clock, make_step
+from paceline.training.validation import Averaged
 
 
 def test_statistics_follow_the_epochs_augmentation_and_nothing_else() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline import models
 from paceline.errors import UsageError
-from paceline.models import options
+from paceline.models import spec
 
 
 def test_names_are_the_six_models():
@@ -87,9 +87,9 @@ def test_what_the_data_gives_is_checked(given):
 
 @pytest.mark.parametrize("annotation", [int, float])
 def test_plain_numbers_convert_too(annotation):
-    assert options.convert("3", annotation) == annotation(3)
+    assert spec.convert("3", annotation) == annotation(3)
     with pytest.raises(ValueError, match="number"):
-        options.convert("x", annotation)
+        spec.convert("x", annotation)
 
 
 def test_names_and_unknown_models_do_not_import_torch():

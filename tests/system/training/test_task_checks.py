@@ -14,7 +14,7 @@ from harness.training import blobs, train_in
 from paceline.dist.world import World
 from paceline.errors import WorkersDisagree
 from paceline.training.task import classify
-from unit.training.test_checks import ONE, task_of
+from unit.training.test_task_checks import ONE, task_of
 
 
 class Averaging(nn.Module):

@@ -9,7 +9,7 @@ from paceline.config import Config
 from paceline.contract import Contract
 from paceline.dist.world import World
 from paceline.errors import UsageError
-from paceline.training.contract import make_contract, make_steps
+from paceline.training.terms import make_contract, make_steps
 
 ABOUT = {
     "task": "mine",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from paceline.core.evaluate import Chunks, check_names, mean_over_workers
+from paceline.core.exact_mean import Chunks, check_names, mean_over_workers
 from paceline.core.keys import key, seed_all
 from paceline.data.loaders import Inputs
 from paceline.training.build import Run

@@ -27,7 +27,7 @@ _OWN_BUFFERS = (
 _PASSES = 2  # a value that changes in the second pass is not a cache that the first pass filled
 
 
-class Checks:
+class TaskChecks:
     """Runs the objective in the first passes of a run, and checks what it does."""
 
     def __init__(self, parts: Parts, forward: Forward, say: Callable[[str], None] = lambda text: None) -> None:
