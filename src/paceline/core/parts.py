@@ -35,6 +35,7 @@ from paceline.core.sampler import Sampler
 from paceline.core.statistics import Statistics, spans_workers
 from paceline.dist.world import World
 from paceline.errors import UsageError
+from paceline.output import plural
 
 _EVALUATION = 0xE7A1  # keeps the random numbers of evaluation apart from those of training
 
@@ -213,6 +214,8 @@ class Step:
     passes: list[Pass] = field(repr=False)
     batches: Iterator[Any] | None = field(default=None, repr=False)
     _names: tuple[str, ...] = ()
+    _done: int = 0
+    _reduced: bool = False
 
     def __iter__(self) -> Iterator["Part"]:
         """This worker's parts. Each is seeded, and the batch-norm layers use its statistics, while the loop body runs."""
@@ -234,10 +237,22 @@ class Step:
 
         Reading a metric waits for the device. Collective: call on every rank.
         """
+        if self._reduced:
+            raise UsageError(f"step {self.number} is reduced already: call reduce once per step")
+        if self._done != len(self.passes):
+            raise UsageError(
+                f"step {self.number}: {self._done} of this worker's {plural(len(self.passes), 'part')} called backward before"
+                " reduce: call part.backward(loss) once for each"
+            )
+        self._reduced = True
         return dict(zip(self._names, self.team.engine.reduce(), strict=False))
 
+    def count_backward(self) -> None:
+        """One more part called backward."""
+        self._done += 1
+
     def name_metrics(self, names: tuple[str, ...]) -> None:
-        """All parts of a step report the same metrics."""
+        """Raise a UsageError unless all parts of the step report the same metrics."""
         if self._names and self._names != names:
             raise UsageError(f"one part reported {', '.join(names)}, another {', '.join(self._names)}: report the same metrics")
         self._names = names
@@ -266,6 +281,7 @@ class Part:
         """
         names = ("loss", *sorted(metrics))
         self.step.name_metrics(names)
+        self.step.count_backward()
 
         def work(share: float) -> tuple[Tensor, Tensor]:
             means = torch.stack([{"loss": loss, **metrics}[name].detach().float().mean() for name in names])
@@ -312,9 +328,9 @@ def _group(model: nn.Module, at_once: int) -> None:
     group_batch_norms(model)
 
 
-def _batches(loader: DataLoader[Any], plan: list[np.ndarray], epoch: int) -> Iterator[Any]:
+def _batches(loader: DataLoader[Any], passes: list[np.ndarray], epoch: int) -> Iterator[Any]:
     """The loader's batches for these passes."""
     if not isinstance(loader.batch_sampler, PassSampler):
         raise UsageError("this DataLoader does not know about parts: make it with Parts.loader(dataset)")
-    loader.batch_sampler.set_epoch(plan, epoch)
+    loader.batch_sampler.set_epoch(passes, epoch)
     return iter(loader)

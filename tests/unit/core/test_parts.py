@@ -142,3 +142,19 @@ def test_other_mistakes_are_one_line() -> None:
     first.backward(losses(team.model, first.samples), accuracy=torch.zeros(3))
     with pytest.raises(UsageError, match="one part reported loss, another loss, accuracy"):
         second.backward(losses(team.model, second.samples))
+
+
+def test_a_part_without_backward_and_a_second_reduce_are_refused() -> None:
+    team = parts()
+    step = next(team.epoch(0))
+    for part in step:
+        if part.item.parts[0] != 2:
+            part.backward(losses(team.model, part.samples))
+    with pytest.raises(UsageError, match="step 0: 3 of this worker's 4 parts called backward before reduce"):
+        step.reduce()
+    step = next(team.epoch(0))
+    for part in step:
+        part.backward(losses(team.model, part.samples))
+    step.reduce()
+    with pytest.raises(UsageError, match="step 0 is reduced already"):
+        step.reduce()
