@@ -31,7 +31,6 @@ def train(epochs: int = 3) -> nn.Module:
             step.reduce()
             optimizer.step()
             optimizer.zero_grad()
-    team.average_statistics()
     return model
 
 

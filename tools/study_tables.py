@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from paceline.optim import OPTIMIZERS  # noqa: E402
-from paceline.records import Status  # noqa: E402
+from paceline.status import Status  # noqa: E402
 from paceline.study.results import compare_arm, difference_words, final_values  # noqa: E402
 
 BATCHES = (128, 512, 1024, 4096, 8192, 16384)

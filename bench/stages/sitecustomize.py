@@ -63,12 +63,12 @@ def _after_world(module):
 
 
 def _after_build(module):
-    _behind(module, "_load", "data")
+    _behind(module, "load_data", "data")
     _behind(module, "build", "built")
 
 
 def _after_step(module):
-    _behind(module.Step, "__call__", "stepped", _wait_for_gpu)
+    _behind(getattr(module, "TrainStep", None) or module.Step, "__call__", "stepped", _wait_for_gpu)  # Step: before 0.1
 
 
 def _before(owner, name, stage):

@@ -28,7 +28,7 @@ VERBS = {
     "train": ("paceline.training.verb", "Train a task on any number of workers."),
     "scale": ("paceline.scale.verb", "Measure images/s on 1, 2, 4 ... workers, how far that is from linear, and why."),
     "report": ("paceline.report.verb", "Write one self-contained HTML page about records, studies and scalings."),
-    "board": ("paceline.board.verb", "Show the same page live: list runs, compare them, watch them train."),
+    "board": ("paceline.board.verb", "Show records live in a browser: list, compare and follow runs."),
     "plan": ("paceline.plan.verb", "Predict images/s, time and cost on 1 to 4096 workers of a cluster, from a record."),
     "advise": ("paceline.advise.verb", "Say how many workers are worth it, from the noise in the gradients."),
     "rehearse": ("paceline.rehearse", "Measure what N workers would do to accuracy, on the one worker you have."),
@@ -46,7 +46,7 @@ _EXAMPLES = """examples:
   paceline rehearse fashion-mnist --workers 64
   paceline scale fashion-mnist --workers 1,2,4
   paceline report runs/demo
-  paceline plan runs/my-scale --cluster list
+  paceline plan runs/my-scale --cluster aws-p5
   paceline data fetch fashion-mnist
   paceline doctor
 """

@@ -18,7 +18,7 @@ from paceline.options import RemembersGiven, Role, copied, option, option_of
 from paceline.values import check_record_name, parse_every, parse_fractions, short
 from paceline.values import flag as flag
 
-_where = partial(option, "where it runs")
+_place = partial(option, "where it runs")
 _data = partial(option, "model and data")
 _batch = partial(option, "batch and optimizer")
 _schedule = partial(option, "learning-rate schedule")
@@ -32,36 +32,36 @@ class Config(RemembersGiven):
 
     A Config remembers which options it was given (`given`). `paceline.train(task, Config(epochs=3))` changes the epochs and
     nothing else: all other options come from the task's defaults, and only then from the defaults here. `dataclasses.replace`
-    keeps this; two Configs with equal options are equal, however they were made.
+    keeps this, but counts only values that it changes; two Configs with equal options are equal, however they were made.
     """
 
-    workers: int | None = _where(None, Role.TIMING, Role.LAUNCH, Role.PLACE, at_least=1, at_most=4096)
-    """Workers to start on this node: one per GPU, or this many CPU workers if there is no GPU (default 1). Not needed under
+    workers: int | None = _place(None, Role.TIMING, Role.LAUNCH, Role.PLACE, at_least=1, at_most=4096)
+    """Workers to start on this node, each on its own GPU, or on the CPU if there is no GPU (default 1). Not needed under
     torchrun, srun or mpirun, which start the workers themselves."""
-    virtual_workers: int | None = _where(None, Role.MODEL, Role.LAUNCH, Role.SEVERAL_PARTS, at_least=1)
+    virtual_workers: int | None = _place(None, Role.MODEL, Role.LAUNCH, Role.SEVERAL_PARTS, at_least=1)
     """V: split every step into V parts, each computed as one worker would (default: one part per worker). The model depends on
     V, not on how many workers, from 1 to V, compute it."""
-    parts_at_once: int = _where(0, Role.ROUNDING, at_least=0)
+    parts_at_once: int = _place(0, Role.ROUNDING, at_least=0)
     """Parts that a worker runs in one forward pass, with separate batch-norm statistics for each (0: all its parts, or one
     after the other if the model needs that; 1 uses the least memory)."""
-    reduce: Literal["fast", "exact"] = _where("fast", Role.MODEL)
+    reduce: Literal["fast", "exact"] = _place("fast", Role.MODEL)
     """fast: DDP's overlapped averaging. exact: sums that do not depend on their order, so that the model has the same bits on
     any number of workers."""
-    nodes: int = _where(1, Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, at_least=1)
+    nodes: int = _place(1, Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, at_least=1)
     """Nodes in the run. Start the same command on each node, with its own --node-id."""
-    node_id: int = _where(0, Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, at_least=0)
+    node_id: int = _place(0, Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, at_least=0)
     """The number of this node, starting at 0."""
-    rendezvous: str = _where("", Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, metavar="HOST:PORT")
+    rendezvous: str = _place("", Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, metavar="HOST:PORT")
     """Address on node 0 where the nodes meet (default: $MASTER_ADDR:$MASTER_PORT). Needed with --nodes."""
-    backend: Literal["auto", "nccl", "gloo", "mpi"] = _where("auto", Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START)
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = _place("auto", Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START)
     """What carries the messages between workers: nccl for GPUs, gloo for CPUs, mpi if this torch has it."""
-    timeout_s: float = _where(600.0, Role.OPERATION, Role.LAUNCH, at_least=1, at_most=10_000_000)  # four months
+    timeout_s: float = _place(600.0, Role.OPERATION, Role.LAUNCH, at_least=1, at_most=10_000_000)  # four months
     """Seconds without progress after which a worker counts as hung."""
-    max_restarts: int = _where(0, Role.OPERATION, Role.LAUNCH, Role.START, Role.WHOLE_RUN, at_least=0)
+    max_restarts: int = _place(0, Role.OPERATION, Role.LAUNCH, Role.START, Role.WHOLE_RUN, at_least=0)
     """How many times to restart from the last checkpoint when a worker fails."""
-    min_workers: int | None = _where(None, Role.OPERATION, Role.LAUNCH, Role.START, Role.WHOLE_RUN, at_least=1)
+    min_workers: int | None = _place(None, Role.OPERATION, Role.LAUNCH, Role.START, Role.WHOLE_RUN, at_least=1)
     """Restart on fewer workers, but no fewer than this, when a device is lost for good (default: never on fewer)."""
-    grace_s: float = _where(20.0, Role.OPERATION, Role.LAUNCH, at_least=0, at_most=10_000_000)
+    grace_s: float = _place(20.0, Role.OPERATION, Role.LAUNCH, at_least=0, at_most=10_000_000)
     """Seconds after SIGTERM or Ctrl-C to finish the step and write a checkpoint."""
 
     model: str = _data("", Role.MODEL, metavar="NAME")
@@ -75,7 +75,7 @@ class Config(RemembersGiven):
     crop: int = _data(0, Role.MODEL, Role.IMAGES, Role.AUGMENT, at_least=0)
     """Pad each side by N pixels, then crop at random (0: off)."""
     flip: bool = _data(False, Role.MODEL, Role.IMAGES, Role.AUGMENT)
-    """Flip half of the images left to right."""
+    """Flip half of the images left to right; the built-in tasks do so by default."""
     erase: float = _data(0.0, Role.MODEL, Role.IMAGES, Role.AUGMENT, at_least=0, at_most=1)
     """Probability of erasing a random rectangle of an image."""
     loader: Literal["auto", "resident", "streaming"] = _data("auto", Role.TIMING)
@@ -205,6 +205,14 @@ class Config(RemembersGiven):
     def __post_init__(self, replaces: Any) -> None:
         for field in dataclasses.fields(self):
             option_of(field).check(field.name, getattr(self, field.name))
+        if self.nesterov and not self.momentum and self.optimizer in ("sgd", "muon"):
+            object.__setattr__(self, "nesterov", False)  # without momentum it is plain SGD
+        for name, usual in zip(("beta1", "beta2"), _BETAS.get(self.optimizer, (0.9, 0.999)), strict=True):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, usual)
+
+    def check_combinations(self) -> None:
+        """Raise a UsageError for options that do not fit together. `make_config` calls this when all options are known."""
         if self.node_id >= self.nodes:
             raise UsageError(
                 f"--node-id is {self.node_id}: with --nodes {self.nodes} it must be between 0 and {self.nodes - 1}"
@@ -217,11 +225,6 @@ class Config(RemembersGiven):
             raise UsageError(
                 "one-cycle warms up by itself (--peak-at): use --schedule cosine, linear or constant with a warm-up"
             )
-        if self.nesterov and not self.momentum and self.optimizer in ("sgd", "muon"):
-            object.__setattr__(self, "nesterov", False)  # without momentum it is plain SGD
-        for name, usual in zip(("beta1", "beta2"), _BETAS.get(self.optimizer, (0.9, 0.999)), strict=True):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, usual)
         if self.local_steps and (self.sam_rho or self.measure_noise or self.lr_rule == "adascale"):
             raise UsageError(
                 "--local-steps cannot be combined with --sam-rho, --measure-noise or --lr-rule adascale: parts that train by"
@@ -245,7 +248,9 @@ def names_with(*roles: Role) -> frozenset[str]:
 
 def make_config(*layers: Mapping[str, Any]) -> Config:
     """A Config from layers of options: the task's defaults, a recipe, flags. Later layers win."""
-    return Config(**merge_options(*(check_options(layer) for layer in layers)))
+    config = Config(**merge_options(*(check_options(layer) for layer in layers)))
+    config.check_combinations()
+    return config
 
 
 def merge_options(*layers: Mapping[str, Any]) -> dict[str, Any]:

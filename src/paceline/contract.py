@@ -1,7 +1,7 @@
 """The contract: everything a run is about to do, worked out once, printed before the first step and kept in the record.
 
 `contract_lines` is the only formatter. A run prints it, and the report shows it from what a record kept. Nothing here imports
-torch; `training/contract.py` works the numbers out.
+torch; `training/terms.py` works the numbers out.
 """
 
 from collections.abc import Callable, Mapping

@@ -66,6 +66,11 @@ def reason(error: Exception) -> str:
     return " ".join((text or str(error) or type(error).__name__).split())
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, at most 200 characters."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+
+
 @contextmanager
 def refuse_exit() -> Iterator[None]:
     """Turn a sys.exit() in user code into an error: otherwise the program would end as if the run were done."""

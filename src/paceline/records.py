@@ -26,7 +26,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from enum import StrEnum
 from importlib import metadata
 from io import FileIO
 from pathlib import Path
@@ -34,38 +33,7 @@ from typing import Any
 
 from paceline.errors import RecordError, UsageError, reason
 from paceline.files import FULL, finite, is_locked, lock_open, read_json, replacing, write_json
-
-
-class Status(StrEnum):
-    """The status of a run, in `result.json`, studies and reports."""
-
-    RUNNING = "running"
-    DONE = "done"
-    TARGET_REACHED = "target reached"
-    INTERRUPTED = "interrupted"
-    FAILED = "failed"
-    DIVERGED = "diverged"
-    REFUSED = "refused"  # in a study: stopped by a mistake in its options or data
-    CUT_SHORT = "cut short"  # in reports: nothing says how it ended
-    INCOMPLETE = "incomplete"  # in reports: a study with runs still to do
-    UNREADABLE = "unreadable"  # on the board: its files lead out of the folder, or cannot be read
-    UNKNOWN = "unknown"
-
-    @classmethod
-    def _missing_(cls, value: object) -> "Status":
-        """Files may state anything."""
-        return cls.UNKNOWN
-
-    @property
-    def good(self) -> bool:
-        """The run finished."""
-        return self in (Status.DONE, Status.TARGET_REACHED)
-
-    @property
-    def final(self) -> bool:
-        """The run finished or diverged: doing it again would end the same way."""
-        return self.good or self is Status.DIVERGED
-
+from paceline.status import Status
 
 COMPONENTS = ("input", "compute", "communication", "waiting", "optimizer", "other")
 """The components of a step's time; they add up to it."""
@@ -211,7 +179,7 @@ def close_cut_short(path: Path, status: str, why: str) -> None:
     except RecordError:
         result = {}
     if result.get("status", Status.FAILED) == Status.FAILED:
-        write_json(path / "result.json", {**result, "status": status, "why": why})
+        write_json(path / "result.json", finite({**result, "status": status, "why": why}, as_text=True))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -244,8 +212,13 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
         return None
     if end != len(text) or not isinstance(row, dict) or not isinstance(row.get("kind"), str):
         return None
-    has_step = isinstance(row.get("step"), int)
+    row, has_step = with_new_names(row), isinstance(row.get("step"), int)
     return row if has_step or (row["kind"] != "resume" and "step" not in row) else None
+
+
+def with_new_names(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a row, or of a count of workers. Early records call `components_s` `parts_s`."""
+    return {"components_s": found["parts_s"], **found} if "parts_s" in found else dict(found)
 
 
 _DECODER = json.JSONDecoder()  # `json.loads` would take 4.1 us per row instead of 2.4: it looks for an encoding

@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--margin", default=0.005, type=float, metavar="X", help="accuracies (or losses) this close count as equal [0.005]"
     )
     parser.add_argument("--per-device", default=1, type=int, metavar="N", help="runs at once on each GPU, or on the CPU [1]")
-    add_flags(parser)
+    hidden = dict.fromkeys(names_with(Role.STUDY) - {"runs_dir"}, argparse.SUPPRESS)
+    add_flags(parser, {**hidden, "workers": "The number of workers to rehearse."})
 
 
 def run(options: dict[str, Any]) -> int:

@@ -142,7 +142,8 @@ def test_frozen_and_unused_parameters(here: World, options: dict[str, Any], ddp:
         monkeypatch.setattr(engine_module, "averages", lambda world, exact: not exact)
     quick = train_in(here, replace(blobs(200), model=Tuned), common)
     captured = not ddp or "reduce" in options
-    assert note(quick).startswith("the step is captured" if captured else "the step is not captured"), quick.watcher.notes
+    expected = "the step is captured" if captured else "the step runs without a CUDA graph"
+    assert note(quick).startswith(expected), quick.watcher.notes
     np.testing.assert_allclose(losses(slow), losses(quick), rtol=1e-3)
     untrained = build(replace(blobs(200), model=Tuned), make_config(blobs().defaults), here).model
     np.testing.assert_array_equal(quick.weights["never.weight"], untrained.never.weight.detach().cpu().numpy())
@@ -194,7 +195,7 @@ def plain(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 def test_what_cannot_be_captured_trains_as_it_is(here: World, change: dict[str, Any], why: str) -> None:
     task = replace(blobs(200), **change)
     trained = train_in(here, task, {"epochs": 2, "reference_batch": 20, "fast": "on"})
-    assert note(trained).startswith("the step is not captured"), trained.watcher.notes
+    assert note(trained).startswith("the step runs without a CUDA graph"), trained.watcher.notes
     assert why in note(trained)
     assert np.isfinite(losses(trained)).all()
     assert trained.result.status == "done"
@@ -208,7 +209,7 @@ def test_dropout_in_several_passes_is_said(here: World) -> None:
 def test_a_failed_capture_leaves_the_gpu_usable(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "find_obstacle", lambda body, inputs, model, objective: (body(inputs), ""))
     trained = train_in(here, blobs(200, objective=waits, dropout=0.5), {"epochs": 2, "reference_batch": 20})
-    assert note(trained).startswith("the step is not captured")
+    assert note(trained).startswith("the step runs without a CUDA graph")
     assert trained.result.status == "done"
 
 

@@ -86,7 +86,7 @@ def test_stopped_and_resumed_on_other_numbers_of_workers(runs: Path, uninterrupt
     stopped_at = read_result(runs / "x")["steps"]
     assert (runs / "x" / "checkpoints" / f"step-{stopped_at:09d}.safetensors").exists(), "it ended before the disk had it"
     assert "stopped by SIGTERM after step" in done.stderr
-    assert "a checkpoint is written, and the same command with --resume goes on" in done.stderr
+    assert "a checkpoint was written; the same command with --resume continues" in done.stderr
     assert read_result(runs / "x")["status"] == "interrupted"
     done = train_with(faults, "--name", "x", "--workers", "1", "--resume")
     assert done.returncode == -signal.SIGKILL

@@ -137,7 +137,7 @@ def test_ctrl_c_ends_everything_and_keeps_the_record(workers: str, runs: Path, t
     assert process.returncode == 130, err
     (line,) = err.splitlines()
     assert line.startswith("paceline: stopped by Ctrl-C after step")
-    assert line.endswith("a checkpoint is written, and the same command with --resume goes on")
+    assert line.endswith("a checkpoint was written; the same command with --resume continues")
     assert not tagged(tag)
     (record,) = runs.glob("*")
     assert json.loads((record / "result.json").read_text())["status"] == "interrupted"

@@ -201,3 +201,43 @@ def test_the_products_loop_and_ones_own_train_the_same_bits() -> None:
     """There is one path: `paceline train` is a client of the same core."""
     for product, own in run_workers(by_hand, 2):
         assert product == own
+
+
+class Counted(nn.Module):
+    """A buffer of a kind that gloo may not send, and one that is not saved; each worker starts with its own."""
+
+    def __init__(self, rank: int, kind: torch.dtype) -> None:
+        super().__init__()
+        self.net = nn.Linear(5, 3)
+        self.register_buffer("kind", torch.full((3,), rank, dtype=kind))
+        self.register_buffer("scratch", torch.full((2,), float(rank)), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+def start(world: World, reduce: str) -> list[Any]:
+    torch.manual_seed(world.rank)
+    model = Counted(world.rank, torch.int16 if reduce == "exact" else torch.int64)  # DDP itself cannot send int16
+    paceline.Parts(model, samples=8, global_batch=4, virtual_workers=2, reduce=reduce)  # type: ignore[arg-type]
+    return [model.kind.tolist(), model.scratch.tolist(), model.net.weight.tolist()]  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize("reduce", ["fast", "exact"])
+def test_all_workers_start_from_rank_0_whatever_their_buffers_are(reduce: str) -> None:
+    first, second = run_workers(start, 2, reduce)
+    assert first == second
+    assert first[:2] == [[0, 0, 0], [0.0, 0.0]]
+
+
+def crowded(world: World) -> str:
+    try:
+        paceline.Parts(net(), samples=64, global_batch=16, virtual_workers=8, at_once=4, reduce="exact")
+    except paceline.PacelineError as error:
+        return str(error)
+    return ""
+
+
+def test_groups_for_all_workers() -> None:
+    for said in run_workers(crowded, 3):
+        assert "at_once is 4: the 8 parts then make too few groups for all workers" in said

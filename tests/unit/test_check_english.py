@@ -76,9 +76,3 @@ def test_exit_code(english: Any, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert english.main([str(good)]) == 0
     assert english.main([str(good), str(bad)]) == 1
     assert "1 phrase(s) to rewrite" in capsys.readouterr().out
-
-
-def test_tracked_files_leave_out_those_that_quote_phrases(english: Any) -> None:
-    names = english.tracked()
-    assert str(ROOT / "README.md") in names
-    assert str(ROOT / "tools" / "check_english.py") not in names

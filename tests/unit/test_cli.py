@@ -14,10 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from paceline import cli, config, toml
-from paceline.config import Config, flag
+from paceline.config import Config, flag, names_with
 from paceline.data import fashion_mnist
 from paceline.doctor import verb
 from paceline.errors import PacelineError, refuse_exit
+from paceline.options import Role
 from paceline.training import run as training
 
 QUICK = ("--model", "linear", "--train-samples", "64", "--max-steps", "1")
@@ -58,6 +59,9 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("workers were started")
 
     monkeypatch.setattr(training, "launch", refuse)
+
+
+OPTIONS = frozenset(field.name for field in dataclasses.fields(Config))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +301,7 @@ def test_only_rank_0_speaks_of_the_users_mistake(capsys, monkeypatch):
         ),
         (
             ("rehearse", "--help"),
-            ("task", "--recipe", "--seeds", "--margin", *(flag(f.name) for f in dataclasses.fields(Config))),
+            ("task", "--recipe", "--seeds", "--margin", "--runs-dir", *map(flag, OPTIONS - names_with(Role.STUDY))),
         ),
     ],
 )

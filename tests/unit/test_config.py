@@ -216,19 +216,19 @@ def test_fractions_include_their_ends(fraction):
 def test_node_id_must_be_one_of_the_nodes():
     assert Config(nodes=2, node_id=1).node_id == 1
     with pytest.raises(UsageError, match="between 0 and 1"):
-        Config(nodes=2, node_id=2)
+        make_config({"nodes": 2, "node_id": 2})
 
 
 @pytest.mark.parametrize("warmup", [{"warmup_epochs": 1.0}, {"warmup_steps": 1}])
 def test_one_cycle_with_warm_up_is_refused(warmup):
     with pytest.raises(UsageError, match="one-cycle warms up by itself"):
-        Config(**warmup)
+        make_config(warmup)
     assert Config(schedule="cosine", **warmup).schedule == "cosine"
 
 
 def test_two_kinds_of_warm_up_are_refused():
     with pytest.raises(UsageError, match="both given"):
-        Config(schedule="cosine", warmup_epochs=1.0, warmup_steps=1)
+        make_config({"schedule": "cosine", "warmup_epochs": 1.0, "warmup_steps": 1})
 
 
 def test_nesterov_without_momentum_is_plain_sgd():
@@ -335,4 +335,4 @@ def test_step_at_is_fractions_of_the_run(text):
 @pytest.mark.parametrize("other", [{"sam_rho": 0.1}, {"measure_noise": True}, {"lr_rule": "adascale"}])
 def test_local_steps_have_no_common_gradient(other):
     with pytest.raises(UsageError, match="--local-steps cannot be combined with"):
-        Config(local_steps=4, **other)
+        make_config({"local_steps": 4, **other})

@@ -15,7 +15,8 @@ import pytest
 
 from paceline import records
 from paceline.errors import RecordError
-from paceline.records import Record, Status, close_cut_short, environment, read_result
+from paceline.records import Record, close_cut_short, environment, read_result
+from paceline.status import Status
 
 
 @pytest.fixture
@@ -418,3 +419,9 @@ def test_statuses_that_finish_and_those_that_would_repeat() -> None:
 @pytest.mark.parametrize("value", ["", "Done", "<b>", None, 3, [], {}])
 def test_a_status_that_is_none_of_ours_is_unknown(value: Any) -> None:
     assert Status(value) is Status.UNKNOWN
+
+
+def test_early_records_are_read_under_the_new_names(record: Record) -> None:
+    record.row({"kind": "health", "step": 1, "parts_s": {"compute": 1.0}})
+    (found,) = records.read_metrics(record.path)
+    assert found["components_s"] == {"compute": 1.0}

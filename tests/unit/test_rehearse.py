@@ -63,7 +63,10 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         (("--workers", "4", "--margin", "0"), "--margin is 0.0: it must be a positive number"),
         (("--workers", "4", "--margin", "x"), "invalid float value"),
         (("--workers", "4", "--seeds", "none"), "--seeds is 'none'"),
-        (("--workers", "3", "--global-batch", "100"), "rehearse, arm '3 workers as asked': --global-batch 100 does not divide"),
+        (
+            ("--workers", "3", "--global-batch", "100"),
+            "arm '3 workers as asked': a global batch of 100 does not divide",
+        ),
         (("--workers", "4", "--recipe", "no.toml"), "cannot read recipe no.toml"),
     ],
 )

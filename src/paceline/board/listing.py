@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.board.summaries import read_summary
-from paceline.records import Status, parse_row
+from paceline.records import parse_row
 from paceline.report.confined import AnyPath, ConfinedPath
+from paceline.status import Status
 
 MARKS = frozenset(
     {

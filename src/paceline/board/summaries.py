@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.records import Status, is_repeated, parse_row, unit_of
+from paceline.records import is_repeated, parse_row, unit_of
 from paceline.report.confined import AnyPath
 from paceline.report.read import changed_at, kind_of, read_object, read_source, status_of
 from paceline.report.series import number, text
 from paceline.report.summary import tone
+from paceline.status import Status
 
 _TAIL_BYTES = 8_192  # at the end of the file, read row by row
 _MOST_BYTES = 1 << 20  # searched for rows of one kind: an epoch may have thousands of step rows

@@ -5,7 +5,7 @@ scales its mean loss by n / R, and the exact reducer adds all passes up. DDP tak
 factor is n * P / R.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -20,6 +20,7 @@ from paceline.core.deal import Pass
 from paceline.core.noise import Noise
 from paceline.core.sampler import Sampler
 from paceline.dist.world import World
+from paceline.errors import UsageError
 
 Work = Callable[[float], tuple[Tensor, Tensor]]
 """A pass's share of the step -> its loss and the vector of its metrics, both times the share."""
@@ -30,6 +31,16 @@ BucketHook = Callable[[Any, Callable[[], "torch.futures.Future[Tensor]"]], "torc
 def averages(world: World, exact: bool) -> bool:
     """Whether DDP averages the workers' gradients."""
     return world.size > 1 and not exact
+
+
+@torch.no_grad()
+def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
+    """Give every worker rank 0's values, as bytes: gloo has no int16 or float8. Collective: call on every rank."""
+    for tensor in tensors:
+        if tensor.numel():
+            data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            dist.broadcast(data, 0)
+            tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
 class Engine:
@@ -43,9 +54,8 @@ class Engine:
         self.carrier = Carrier(model).to(world.device)
         self.averages = averages(world, exact)
         """DDP averages the workers' gradients."""
-        if world.size > 1 and exact:  # DDP does the same in its constructor
-            for tensor in model.state_dict().values():
-                dist.broadcast(tensor.detach(), 0)
+        if world.size > 1:
+            _copy_from_rank_0([*(model.parameters() if exact else ()), *model.buffers()])  # DDP may leave out buffers
         self.noise: Noise | None = None
         if units is not None:
             part_batch = sampler.global_batch // sampler.parts
@@ -59,6 +69,8 @@ class Engine:
         self.requests = torch.zeros(REQUESTS, device=world.device)
         """This worker's requests (to save, to stop): 1 for each."""
         self._requested = (False,) * REQUESTS
+        self._unfinished = False
+        """A step has begun and is not reduced."""
         self._measured: Noise | None = None
         """The noise scale, if this step's gradients are compared."""
         self._unit = 0, 0.0
@@ -78,6 +90,9 @@ class Engine:
 
     def begin(self, step_samples: int) -> None:
         """A step of this many samples, of all workers, begins."""
+        if self._unfinished:
+            self.forget()
+            raise UsageError("the last step was not reduced: call step.reduce() once, after all its parts")
         full = step_samples == self._sampler.global_batch  # a smaller step has parts of other sizes
         self._measured = self.noise if full else None
         if self._measured is not None:
@@ -89,7 +104,7 @@ class Engine:
 
     def run(self, item: Pass, share: float, final: bool, work: Work) -> None:
         """Forward and backward of one pass. The final one also starts what other workers wait for."""
-        carrier = self.carrier
+        carrier, self._unfinished = self.carrier, True
         self._unit = item.parts[0], share + (self._unit[1] if item.micro else 0.0)
         with nullcontext() if final else self._apart():
             total, metrics = self._wrapped(partial(work, share))
@@ -112,7 +127,7 @@ class Engine:
             self._reducer.finish()
         if self._measured is not None:
             self._measured.finish(self._world)
-        out = self.carrier.unload()
+        out, self._unfinished = self.carrier.unload(), False
         return out if self.noise is None else torch.cat((out, self.noise.state.float()))
 
     def dry_run(self, passes: Sequence[Pass], step_samples: int, work: Callable[[int, float], tuple[Tensor, Tensor]]) -> None:
@@ -128,6 +143,7 @@ class Engine:
 
     def forget(self) -> None:
         """Drop an unfinished step."""
+        self._unfinished = False
         self.carrier.forget()
         if self._reducer is not None:
             self._reducer.forget()

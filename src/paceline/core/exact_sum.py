@@ -1,4 +1,4 @@
-"""Sums of gradients that do not depend on the order of their terms (`--reduce exact`).
+"""Sums of gradients that do not depend on the order of their terms (`reduce="exact"`).
 
 A float sum depends on its order, so a model trained on 2 workers drifts from the same model on 4. Integer sums do not. Here
 every value is written as digits in base 2^W at fixed positions: digit k of x is trunc(|x| / 2^(k W)) mod 2^W, with the sign of
@@ -60,7 +60,7 @@ class ExactReducer:
             raise UsageError(f"{parts} parts for {self._workers.size} workers: an exact sum needs one or more per worker")
         other = next((tensor.dtype for tensor in tensors if not tensor.is_floating_point()), None)
         if other is not None:
-            raise UsageError(f"--reduce exact does not sum gradients of {other}: use float parameters, or --reduce fast")
+            raise UsageError(f"an exact sum cannot take gradients of {other}: use float parameters, or reduce fast")
         self._most = parts - self._workers.size + 1  # parts this worker can have: each of the others has at least one
         self._shapes = [tensor.shape for tensor in tensors]
         self._dtypes = [tensor.dtype for tensor in tensors]
@@ -105,7 +105,7 @@ class ExactReducer:
         if self._added == self._most:
             raise UsageError(f"the exact sum got more than the {self._most} parts that this worker can have")
         if any(grad is not None and grad.layout != torch.strided for grad in grads):
-            raise UsageError("--reduce exact does not sum sparse gradients: use sparse=False in the model, or --reduce fast")
+            raise UsageError("an exact sum cannot take sparse gradients: use sparse=False in the model, or reduce fast")
         values = [
             torch.zeros(shape, dtype=dtype, device=self._device) if grad is None else grad.detach()
             for grad, shape, dtype in zip(grads, self._shapes, self._dtypes, strict=True)

@@ -140,7 +140,7 @@ class PartNorm(_BatchNorm):
         expected = f"{self.parts} equal parts" if self.samples is None else f"{self.samples} samples"
         raise UsageError(
             f"a batch norm of {self.num_features} channels got {n} rows in a pass of {expected}: its rows are not one per"
-            f" sample, so the {self.parts} parts cannot be told apart; use --parts-at-once 1"
+            f" sample, so the {self.parts} parts cannot be told apart; run one part per pass (--parts-at-once 1)"
         )
 
     def _running_rows(self) -> list[Tensor]:

@@ -15,6 +15,7 @@ The trained model depends on V, never on the number of workers P. `paceline trai
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -23,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.core.carrier import MOST_METRICS
 from paceline.core.deal import Pass, check_parts, cut_epoch, deal_parts
 from paceline.core.determinism import set_deterministic
 from paceline.core.engine import Engine, Work
-from paceline.core.exact_mean import Chunks, mean_over_workers
+from paceline.core.exact_mean import Chunks, check_names, mean_over_workers
 from paceline.core.keyed import KeyedDataset, PassSampler
 from paceline.core.keys import key, seed_all
 from paceline.core.noise import noise_scale
@@ -70,11 +72,14 @@ class Parts:
         number of workers). reduce: "fast" averages with DDP; "exact" sums integers, so that the weights have the same bits on
         any number of workers (it also makes this process use deterministic kernels and one CPU thread). accumulate: cut each
         part into this many micro-batches. at_once: parts per forward pass; more than one needs a model whose samples do not
-        mix outside batch norm, and no dropout. measure_noise: keep `noise_scale` up to date.
+        mix outside batch norm, and no dropout. measure_noise: keep `noise_scale` up to date. world: from `paceline.world()`; by
+        default, torch's process group.
         """
         self.model, self.world = model, world or _default_world(model)
         parts = virtual_workers or self.world.size
         check_parts(parts, self.world.size)
+        if min(at_once, accumulate, global_batch) < 1:
+            raise UsageError("at_once, accumulate and global_batch must be at least 1")
         if reduce not in ("fast", "exact"):
             raise UsageError(f'reduce is {reduce!r}: it must be "fast" or "exact"')
         self.sampler = Sampler(samples, global_batch, parts, seed)
@@ -85,9 +90,12 @@ class Parts:
         if spanning:  # every worker must take part in every pass of such a layer, so each runs its parts in one pass
             _check_spanning(self.exact)
             at_once = -(-parts // self.world.size)
+            group_batch_norms(model)
         elif at_once > 1:
             _group(model, at_once)
         dealt = [deal_parts(parts, self.world.size, rank, at_once, self.exact) for rank in range(self.world.size)]
+        if not all(dealt):
+            raise UsageError(f"at_once is {at_once}: the {plural(parts, 'part')} then make too few groups for all workers")
         self.groups = dealt[self.world.rank]
         """This worker's parts, in groups that run in one pass."""
         units = [len(group) for groups in dealt for group in groups] if measure_noise else None
@@ -117,15 +125,31 @@ class Parts:
     # --- training ---
 
     def epoch(self, epoch: int, loader: DataLoader[Any] | None = None, start: int = 0) -> Iterator["Step"]:
-        """This worker's steps of an epoch, from step `start` of it. With a loader from `loader()`, parts have their `batch`."""
+        """This worker's steps of an epoch. Collective: go through it on every rank.
+
+        `start`: steps of this epoch that are done already. With a loader from `loader()`, parts have their `batch`. After the
+        last step the model gets the mean of the parts' batch-norm statistics.
+        """
+        if not 0 <= start <= self.sampler.steps:
+            raise UsageError(f"start is {start}: it must be how many of this epoch's {self.sampler.steps} steps are done")
+        self._check_trained()
         steps = self.steps(epoch, range(start, self.sampler.steps))
         batches: Iterator[Any] | None = None
         if loader is not None:
             batches = _batches(loader, [item.samples for step in steps for item in step.passes], epoch)
-        self.model.train()
         for step in steps:
-            step.batches = batches
+            step.batches = None if batches is None else islice(batches, len(step.passes))
             yield step
+            for _ in step.batches or ():  # of a step that was skipped
+                pass
+        self.average_statistics()
+
+    def _check_trained(self) -> None:
+        """Raise a UsageError if a layer was unfrozen since the start: its gradients would not be combined."""
+        trained = {id(parameter) for parameter in self.engine.carrier.trained}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in trained:
+                raise UsageError(f"{name} was frozen when Parts was made and is not now: make Parts again after unfreezing")
 
     def steps(self, epoch: int, which: range, alone: bool = False) -> list["Step"]:
         """These steps of an epoch. `alone`: every part in a pass of its own."""
@@ -149,6 +173,8 @@ class Parts:
         The random numbers that `dataset` draws follow from (seed, epoch, sample), in any number of loader processes.
         """
         keyed = KeyedDataset(dataset, self.sampler.seed)
+        if len(keyed) != self.sampler.samples:
+            raise UsageError(f"the dataset has {len(keyed):,} samples, and Parts was made for {self.sampler.samples:,}")
         return DataLoader(keyed, batch_sampler=PassSampler(), num_workers=num_workers, **options)
 
     def seed(self, step: int, item: Pass) -> None:
@@ -167,17 +193,21 @@ class Parts:
         mean of the parts' batch-norm statistics. Random numbers follow from (seed, epoch, chunk). Collective: call on every
         rank.
         """
-        chunks = Chunks(samples, batch, self.world)
-        was_training, rows = self.model.training, []
+        chunks, rows = Chunks(samples, batch, self.world), []
+        modes = [(module, module.training) for module in self.model.modules()]
         self.average_statistics()
         self.model.eval()
         names: tuple[str, ...] = ()
         for number, chunk in zip(chunks.numbers, chunks.mine, strict=True):
             seed_all(key(self.sampler.seed, _EVALUATION, epoch, number), self.world.device)
             values = function(torch.from_numpy(chunk))
-            names = tuple(values)
+            names = names or tuple(values)
+            check_names(tuple(values), names)
+            if any(value.shape != (len(chunk),) for value in values.values()):
+                raise UsageError(f"evaluate needs one value per sample and metric: tensors of shape ({len(chunk)},)")
             rows.append(torch.stack([values[name].float() for name in names]))
-        self.model.train(was_training)
+        for module, training in modes:
+            module.training = training
         return mean_over_workers(chunks, names, rows)
 
     def average_statistics(self) -> None:
@@ -197,6 +227,8 @@ class Parts:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a `state_dict`. Load the model's own state first."""
+        if len(state["statistics"]) != self.virtual_workers or ("noise" in state) != (self.engine.noise is not None):
+            raise UsageError("this state comes from Parts with other virtual_workers or measure_noise: use the same")
         self.statistics.scatter(state["statistics"], state["counts"])
         if self.engine.noise is not None:
             self.engine.noise.state.copy_(state["noise"])
@@ -216,10 +248,16 @@ class Step:
     _names: tuple[str, ...] = ()
     _done: int = 0
     _reduced: bool = False
+    _current: "Part | None" = field(default=None, repr=False)
 
     def __iter__(self) -> Iterator["Part"]:
-        """This worker's parts. Each is seeded, and the batch-norm layers use its statistics, while the loop body runs."""
+        """This worker's parts. Each is seeded, and the batch-norm layers use its statistics, while the loop body runs.
+
+        Gradients from before this step are dropped.
+        """
+        self.team.model.zero_grad(set_to_none=True)
         for part in self.parts():
+            self._current = part
             if self.batches is not None:
                 part.batch = next(self.batches)
             self.team.seed(self.number, part.item)
@@ -241,15 +279,22 @@ class Step:
             raise UsageError(f"step {self.number} is reduced already: call reduce once per step")
         if self._done != len(self.passes):
             raise UsageError(
-                f"step {self.number}: {self._done} of this worker's {plural(len(self.passes), 'part')} called backward before"
-                " reduce: call part.backward(loss) once for each"
+                f"step {self.number}: backward was called for {self._done} of this worker's {plural(len(self.passes), 'part')}:"
+                " call part.backward(loss) once for each"
             )
         self._reduced = True
         return dict(zip(self._names, self.team.engine.reduce(), strict=False))
 
-    def count_backward(self) -> None:
-        """One more part called backward."""
+    def count_backward(self, part: "Part") -> None:
+        """Raise a UsageError unless this is the current part's first backward."""
+        if self._current is not part:
+            raise UsageError("call part.backward(loss) once per part, inside `for part in step`")
+        self._current = None
         self._done += 1
+
+    def forget(self) -> None:
+        """Skip the rest of this step: its gradients are dropped."""
+        self.team.engine.forget()
 
     def name_metrics(self, names: tuple[str, ...]) -> None:
         """Raise a UsageError unless all parts of the step report the same metrics."""
@@ -280,8 +325,10 @@ class Part:
         The loss and the metrics are means over the part, or have one value per sample.
         """
         names = ("loss", *sorted(metrics))
+        if len(names) > MOST_METRICS:
+            raise UsageError(f"a part reported {len(names)} metrics: at most {MOST_METRICS} can be combined")
         self.step.name_metrics(names)
-        self.step.count_backward()
+        self.step.count_backward(self)
 
         def work(share: float) -> tuple[Tensor, Tensor]:
             means = torch.stack([{"loss": loss, **metrics}[name].detach().float().mean() for name in names])

@@ -73,4 +73,4 @@ def check_divides(global_batch: int, parts: int) -> None:
     if global_batch % parts:
         below, above = global_batch // parts * parts, (global_batch // parts + 1) * parts
         hint = f"{below} or {above}" if below else f"{above}"
-        raise UsageError(f"--global-batch {global_batch} does not divide into {parts} equal parts: use {hint}")
+        raise UsageError(f"a global batch of {global_batch} does not divide into {parts} equal parts: use {hint}")

@@ -18,7 +18,7 @@ from paceline.plan.fields import BadField, load, number, own_flags, table_of, ta
 from paceline.plan.lag import expected_lag
 from paceline.plan.links import Timing
 from paceline.plan.tradeoff import NoiseScale, read_noise_scale
-from paceline.records import COMPONENTS, read_metrics, unit_of
+from paceline.records import COMPONENTS, read_metrics, unit_of, with_new_names
 from paceline.spread import deviation, mean, median
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # DDP's sizes: a small one first, so that averaging starts early
@@ -183,7 +183,7 @@ _BROKEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivi
 def _scale_point(count: Mapping[str, Any]) -> Point:
     """A worker count of scale.json. Its components are scaled to add up to the step time of the timed windows."""
     workers, batch, speed = whole(count, "workers"), whole(count, "global_batch"), number(count, "samples_per_s", above=True)
-    components = _alone({name: number(count["components_s"], name) for name in COMPONENTS}, workers)
+    components = _alone({name: number(with_new_names(count)["components_s"], name) for name in COMPONENTS}, workers)
     windows = [number({"windows": window}, "windows") for window in count.get("windows") or ()]
     scale = _scale(batch / speed, components)
     return Point(

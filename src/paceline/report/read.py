@@ -18,12 +18,13 @@ from paceline.contract import contract_lines
 from paceline.errors import PacelineError, reason
 from paceline.files import is_locked, read_json
 from paceline.output import plural
-from paceline.records import Status, unit_of
+from paceline.records import unit_of
 from paceline.report.confined import AnyPath
 from paceline.report.series import Columns, Metrics, number, read_metrics_columns, short, text, thin
 from paceline.report.summary import summarize, tone
 from paceline.report.tables import order_components, view_landscape, view_scale, view_study
 from paceline.report.timeline import view_timeline
+from paceline.status import Status
 from paceline.study.results import check_results
 
 STUDY_FILES = ("study.json", "results.json")
@@ -187,7 +188,7 @@ def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
     source["series"] = {name: thin(getattr(metrics, name)) for name in ("step", "epoch", "health")}
     source["notes"] = metrics.notes
     source["last"] = _last(metrics, result)
-    source["where"] = _where(metrics.health)
+    source["where"] = _step_times(metrics.health)
     if (path / "timeline.json").is_file():
         source["timeline"] = view_timeline(_read_json(path / "timeline.json", problems), problems)
     if (path / "landscape.json").is_file():
@@ -290,7 +291,7 @@ def _last(metrics: Metrics, result: Mapping[str, Any]) -> dict[str, float | int 
     return {name: None if value is None else short(value) for name, value in found.items()}
 
 
-def _where(health: Columns) -> dict[str, Any] | None:
+def _step_times(health: Columns) -> dict[str, Any] | None:
     """The mean time of each component of a step. A health row counts for the steps since the row before it."""
     names = [name for name in health.values if name.startswith("components_s.")]
     steps = health.values.get("step")

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.output import plural
-from paceline.records import Status, unit_of
+from paceline.records import unit_of
+from paceline.status import Status
 
 _RANKED = ("accuracy", "loss", "samples_per_s")
 _UNFINISHED = (Status.DIVERGED, Status.FAILED, Status.INTERRUPTED, Status.CUT_SHORT)

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.output import plural
-from paceline.records import COMPONENTS, Status, unit_of
+from paceline.records import COMPONENTS, unit_of, with_new_names
 from paceline.report.series import number, short, text
 from paceline.spread import deviation, mean, median
+from paceline.status import Status
 from paceline.study.results import compare_arm, difference_words, final_values, legend, spread_words
 
 _MOST_SIDE = 400  # points along one side of a landscape
@@ -26,7 +27,7 @@ def view_scale(found: Mapping[str, Any], problems: list[str]) -> dict[str, Any] 
         "unit": unit_of(found),
         "counts": sorted(rows, key=lambda row: float(row["workers"])),
         "links": [link for link in map(_link, _list(found.get("links"))) if link],
-        "verdict": text(found.get("verdict")),
+        "verdict": text(found.get("verdict") or found.get("advice")),
     }
 
 
@@ -79,7 +80,7 @@ def view_landscape(found: Any, problems: list[str]) -> dict[str, Any] | None:
 
 def components_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The components of a step in seconds, in the order they are drawn."""
-    found = row.get("components_s")
+    found = with_new_names(row).get("components_s")
     listed = found.items() if isinstance(found, dict) else ()
     return order_components({text(name, 40): s for name, value in listed if (s := number(value)) is not None})
 

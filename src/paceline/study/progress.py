@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.files import write_json
 from paceline.output import is_terminal
-from paceline.records import Status, environment
+from paceline.records import environment
 from paceline.spread import mean
+from paceline.status import Status
 from paceline.study.results import make_results, read_run
 from paceline.study.runs import Call, RunSpec, changed, explained, read_state, settled
 

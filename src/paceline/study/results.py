@@ -9,8 +9,9 @@ from typing import Any
 
 from paceline.errors import RecordError, UsageError, reason
 from paceline.files import read_json
-from paceline.records import Status, read_metrics, read_result
+from paceline.records import read_metrics, read_result
 from paceline.spread import LEGEND, Comparison, compare, deviation, mean, median
+from paceline.status import Status
 
 _FACTS = (
     *("virtual_workers", "global_batch", "reference_batch", "base_lr", "k", "lr_rule", "peak_lr", "optimizer", "schedule"),

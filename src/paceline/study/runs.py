@@ -20,7 +20,8 @@ from paceline.dist.messages import headline
 from paceline.errors import DataError, PacelineError, RecordError, Stopped, UsageError, reason
 from paceline.files import lock, read_json, write_json
 from paceline.options import Role
-from paceline.records import Status, read_result
+from paceline.records import read_result
+from paceline.status import Status
 
 _TRIES = 2  # for a run that kills its process
 

@@ -24,7 +24,7 @@ from paceline.dist.place import threads_per_worker
 from paceline.dist.process import python_command
 from paceline.errors import PacelineError, Stopped, UsageError
 from paceline.files import read_json, write_json
-from paceline.records import Status
+from paceline.status import Status
 from paceline.study.progress import Progress
 from paceline.study.runs import Call, RunSpec, claim, explained, perform, read_state, settled
 

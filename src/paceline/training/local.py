@@ -59,10 +59,10 @@ class LocalSteps:
         if step.number < self._first:
             return self._before(step, inputs, requests)
         self._announce()
-        engine = self._step
-        engine.begin(step.number, requests)
+        plain = self._step
+        plain.begin(step.number, requests)
         table = torch.zeros(self._parts, PAYLOAD, device=self._world.device)
-        table[self._own[0], -len(requests) :] = engine.parts.engine.requests
+        table[self._own[0], -len(requests) :] = plain.parts.engine.requests
         common = self._copy() if not self.apart and len(self._own) > 1 else {}
         for part, of_part in groupby(step.passes, key=lambda item: item.parts[0]):
             if len(self._own) > 1:
@@ -70,12 +70,12 @@ class LocalSteps:
             self._train(list(of_part), inputs, table[part], step.samples)
             if len(self._own) > 1:
                 self._held[part] = self._copy(self._held.get(part))
-        engine.clock.apart()
+        plain.clock.apart()
         self.apart = True
         self._since += 1
         if self._averages_after(step.number):
             self._average()
-        engine.enter("reduce")
+        plain.enter("reduce")
         if self._world.size > 1:
             dist.all_reduce(table)  # every row comes from one worker: adding zeros is exact
         return _add_up(list(table))
@@ -91,19 +91,19 @@ class LocalSteps:
 
     def _train(self, passes: list[Pass], inputs: Iterator[Inputs], row: Tensor, step_samples: int) -> None:
         """One step of one part, whose weights are in the model. Its metrics go into its row."""
-        engine, samples = self._step, sum(len(item.samples) for item in passes)
+        plain, samples = self._step, sum(len(item.samples) for item in passes)
         for item in passes:
-            engine.enter("data")
+            plain.enter("data")
             given = next(inputs)
-            engine.enter("forward")
-            engine.parts.statistics.use(item)
-            values = engine.values(given, item)
-            engine.enter("backward")
-            loss, means = engine.forward.weigh(values, 1.0)
+            plain.enter("forward")
+            plain.parts.statistics.use(item)
+            values = plain.values(given, item)
+            plain.enter("backward")
+            loss, means = plain.forward.weigh(values, 1.0)
             (loss * (len(item.samples) / samples)).backward()  # type: ignore[no-untyped-call]
             row[: len(means)] += means * (len(item.samples) / step_samples)
-        engine.enter("update")
-        engine.update(averages=False)  # the averaged weights take in the mean over all parts, not one part's weights
+        plain.enter("update")
+        plain.update(averages=False)  # the averaged weights take in the mean over all parts, not one part's weights
 
     def _averages_after(self, step: int) -> bool:
         schedule, done = self._step.update.schedule, step + 1
@@ -113,18 +113,18 @@ class LocalSteps:
     @torch.no_grad()
     def _average(self) -> None:
         """Give all parts the mean of weights and state. Collective: call on every rank."""
-        engine, ema = self._step, self._step.update.ema
-        engine.enter("reduce")
+        plain, ema = self._step, self._step.update.ema
+        plain.enter("reduce")
         live = {at: tensor for at, tensor in self._tensors().items() if _is_averaged(at[1], tensor)}
         sets = list(self._held.values()) or [live]
         for dtype in sorted({tensor.dtype for tensor in live.values()}, key=str):
             places = [at for at, tensor in live.items() if tensor.dtype == dtype]
             rows = [torch.cat([_flat(one.get(at), live[at]) for at in places]) for one in sets]
-            mean = (self._mean_in_order if engine.parts.exact else self._mean)(rows)
+            mean = (self._mean_in_order if plain.parts.exact else self._mean)(rows)
             for at, values in zip(places, torch.split(mean, [live[at].numel() for at in places]), strict=True):
                 live[at].copy_(values.view(live[at].shape))
         if ema is not None:
-            ema.begin(engine.number, self._since)
+            ema.begin(plain.number, self._since)
             ema.update()
         self._held, self.apart, self._since = {}, False, 0
 

@@ -4,7 +4,7 @@ longer finite."""
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from paceline.dist.agree import check_agreement
 from paceline.dist.messages import headline
 from paceline.dist.watch import Watch
 from paceline.errors import Diverged, PacelineError, RecordError, Stopped, UsageError, refuse_exit
-from paceline.records import Status
+from paceline.status import Status
 from paceline.training.build import Run
 from paceline.training.capture.captured import CapturedStep, capture
 from paceline.training.checkpoint.keeper import Keeper, Progress
@@ -71,11 +71,13 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
     return progress.result
 
 
-def make_step(run: Run, clock: Clock, watch: Watch | None = None, say: Any = lambda text: None) -> TrainStep:
-    """The plain step of a run."""
+def make_step(
+    run: Run, clock: Clock, watch: Watch | None = None, say: Callable[[str], None] = lambda text: None, number: int = 0
+) -> TrainStep:
+    """The plain step of a run that starts at step `number`."""
     checks = TaskChecks(run.parts, run.forward, say)
     mark = watch.mark if watch else lambda number, phase: None
-    return TrainStep(run.parts, run.forward, run.update, clock=clock, checks=checks, mark=mark, sam=run.sam())
+    return TrainStep(run.parts, run.forward, run.update, clock=clock, checks=checks, mark=mark, sam=run.sam(), number=number)
 
 
 def make_clock(run: Run) -> Clock:
@@ -113,7 +115,7 @@ class _Fit:
         self.save_requested = self.stop_requested = self.check_due = False
         self.noise_scale: float | None = None
         self.clock = make_clock(run)
-        self.step = make_step(run, self.clock, watch, self._say)
+        self.step = make_step(run, self.clock, watch, self._say, progress.step)
         self.health = Health(run, self.clock)
         self.profile: Profile | None = None
         self._ahead: tuple[int, list[Step]] = (-1, [])
@@ -316,7 +318,7 @@ class _Fit:
             # The first worker to exit ends the others: all wait until rank 0 has written the checkpoint.
             saved, why = self.run.world.broadcast([self.keeper.wait(), why] if self.run.world.is_main else None)
             written = (
-                "a checkpoint is written, and the same command with --resume goes on" if saved else "no checkpoint is written"
+                "a checkpoint was written; the same command with --resume continues" if saved else "no checkpoint was written"
             )
             raise Stopped(f"stopped by {why} after step {step}; {written}", why)
 

@@ -14,7 +14,8 @@ from paceline.config import Config
 from paceline.contract import Contract
 from paceline.errors import PacelineError, RecordError, UsageError
 from paceline.output import try_say, warn
-from paceline.records import Record, Status, environment
+from paceline.records import Record, environment
+from paceline.status import Status
 from paceline.toml import read_toml, to_toml
 from paceline.training.timing.health import describe, judge
 from paceline.training.timing.profile import describe_timeline
@@ -217,6 +218,7 @@ class Printer:
             return
         done, step = row["step"], row["step"] % self._per_epoch or self._per_epoch
         left = row["time_s"] / done * (self._total - done)
+        # Not rich: its thread redraws ten times a second, which takes time from the step.
         bar = "=" * (20 * step // self._per_epoch)
         text = f"epoch {row['epoch']} [{bar:<20}] {step}/{self._per_epoch}  loss {row['loss']:.4f}  about {left:.0f} s left"
         self._print(f"\r{text}\x1b[K", end="")

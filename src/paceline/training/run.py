@@ -22,7 +22,8 @@ from paceline.flags import to_flags
 from paceline.loading import load_rest
 from paceline.options import Role
 from paceline.output import is_terminal, say
-from paceline.records import Record, Status, close_cut_short, count_odd_lines, find_unfinished, read_result
+from paceline.records import Record, close_cut_short, count_odd_lines, find_unfinished, read_result
+from paceline.status import Status
 from paceline.toml import read_recipe, read_toml
 from paceline.training import tasks
 from paceline.training.build import Run, build

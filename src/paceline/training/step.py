@@ -50,10 +50,11 @@ class TrainStep:
         checks: TaskChecks,
         mark: Mark,
         sam: Sam | None = None,
+        number: int = 0,
     ) -> None:
         self.parts, self.forward, self.update, self.clock = parts, forward, update, clock
         self.checks, self._mark, self._sam = checks, mark, sam
-        self.number = 0
+        self.number = number
         """The current step, or the last one."""
 
     def __call__(self, step: Step, inputs: Iterator[Inputs], requests: Requests = (False, False)) -> Tensor:

@@ -17,8 +17,8 @@ from paceline.core.parts import Parts
 from paceline.data.loaders import Batch, map_tensors
 from paceline.dist.agree import check_agreement
 from paceline.errors import UsageError
-from paceline.training.capture.graph import module_state
 from paceline.training.forward import Forward
+from paceline.training.host_state import module_state
 
 _OWN_BUFFERS = (
     "the forward pass changes it, and each worker has seen other samples; register such a buffer with persistent=False, or"

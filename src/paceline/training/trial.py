@@ -19,7 +19,7 @@ from paceline.core.sampler import Sampler
 from paceline.data.augment import Images
 from paceline.data.loaders import Arrays, Batch, make_loader, tensors_in
 from paceline.dist.world import World
-from paceline.training.capture.graph import first_line
+from paceline.errors import first_line
 from paceline.training.task import Task
 from paceline.training.task_checks import every
 

@@ -84,7 +84,7 @@ def test_a_process_that_hangs_is_killed(monkeypatch):
     monkeypatch.setattr(loaders, "_CLOSE_S", 0.2)
     loader = Streaming(Stuck(), None, CPU, 2, 0)
     loader.start()
-    loader._sampler.indices = INDICES
+    loader._sampler.set_epoch(INDICES, 0)
     iter(loader._loader)
     os.read(STUCK[0], 1)
     loader.close()

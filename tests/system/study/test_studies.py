@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from paceline import cli
-from paceline.records import Status
+from paceline.status import Status
 from paceline.study.study import read_study
 from unit.study.test_studies import STUDIES, arms_in
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch.utils.data import Dataset
 
 from harness.processes import children
 from harness.training import blobs
+from paceline.config import Config
 from paceline.errors import PacelineError, UsageError
 from paceline.records import read_result
+from paceline.toml import read_recipe
 from paceline.training.run import WorkerFailed, train
 from paceline.training.task import Task
 from unit.training.test_run import TASK
@@ -112,3 +115,14 @@ def test_sys_exit_in_an_objective_is_a_failure_that_the_record_explains(runs: Pa
     result = read_result(runs / "left")
     assert result["status"] == "failed"
     assert "sys.exit(0) was called in leave" in result["why"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_config_overrides_only_what_it_was_given(runs: Path, workers: int) -> None:
+    """The task's own optimizer, learning rate and schedule stay, also after `replace` and in workers started from here."""
+    Path("task.py").write_text(TASK.replace('"warmup_steps": 2', '"warmup_steps": 2, "optimizer": "adamw", "momentum": 0.5'))
+    config = replace(Config(epochs=1, momentum=0.9), name="x", workers=workers)
+    assert train("task.py", config).status == "done"
+    found = read_recipe(str(runs / "x" / "config.toml"))
+    assert [found[name] for name in ("optimizer", "base_lr", "schedule", "warmup_steps")] == ["adamw", 0.01, "cosine", 2]
+    assert (found["epochs"], found["momentum"]) == (1, 0.9), "given, although 0.9 is also Config's default"

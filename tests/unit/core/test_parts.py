@@ -122,6 +122,7 @@ def test_the_noise_scale_is_measured() -> None:
         ({"reduce": "exakt"}, 'reduce is \'exakt\': it must be "fast" or "exact"'),
         ({"global_batch": 10}, "10 does not divide into 4 equal parts"),
         ({"samples": 3}, "3 training samples"),
+        ({"at_once": 0}, "at_once, accumulate and global_batch must be at least 1"),
         ({"at_once": 2, "model": nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(4, 3))}, "at_once is 2"),
         ({"reduce": "exact", "model": nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))}, "over all workers"),
     ],
@@ -136,12 +137,35 @@ def test_other_mistakes_are_one_line() -> None:
     team = parts()
     with pytest.raises(UsageError, match=r"Parts\.loader"):
         next(team.epoch(0, DataLoader(TensorDataset(X, Y))))
+    with pytest.raises(UsageError, match="the dataset has 49 samples, and Parts was made for 50"):
+        team.loader(TensorDataset(X[:49], Y[:49]))
+    with pytest.raises(UsageError, match="start is 12: it must be how many of this epoch's 5 steps are done"):
+        next(team.epoch(2, start=12))
     with pytest.raises(UsageError, match="measure_noise=True"):
         _ = team.noise_scale
-    first, second = list(next(team.epoch(0)))[:2]
-    first.backward(losses(team.model, first.samples), accuracy=torch.zeros(3))
+    with pytest.raises(UsageError, match="other virtual_workers"):
+        parts(virtual_workers=2).load_state_dict(team.state_dict())
+    with pytest.raises(UsageError, match="one value per sample and metric"):
+        team.evaluate(10, lambda samples: {"loss": losses(team.model, samples).mean()})
+    numbers = iter(range(9))
+    with pytest.raises(UsageError, match="report the same metrics in the same order"):
+        team.evaluate(10, lambda samples: {f"m{next(numbers)}": losses(team.model, samples)}, batch=5)
+
+
+def train(team: paceline.Parts, step: Any, **metrics: Tensor) -> None:
+    for part in step:
+        part.backward(losses(team.model, part.samples), **metrics)
+
+
+def test_parts_report_the_same_metrics() -> None:
+    team = parts()
     with pytest.raises(UsageError, match="one part reported loss, another loss, accuracy"):
-        second.backward(losses(team.model, second.samples))
+        for part in next(team.epoch(0)):
+            extra = {"accuracy": torch.zeros(3)} if part.item.parts[0] == 0 else {}
+            part.backward(losses(team.model, part.samples), **extra)
+    team = parts()
+    with pytest.raises(UsageError, match="17 metrics: at most 16"):
+        train(team, next(team.epoch(0)), **{f"m{i}": torch.zeros(1) for i in range(16)})
 
 
 def test_a_part_without_backward_and_a_second_reduce_are_refused() -> None:
@@ -150,11 +174,97 @@ def test_a_part_without_backward_and_a_second_reduce_are_refused() -> None:
     for part in step:
         if part.item.parts[0] != 2:
             part.backward(losses(team.model, part.samples))
-    with pytest.raises(UsageError, match="step 0: 3 of this worker's 4 parts called backward before reduce"):
+    with pytest.raises(UsageError, match="step 0: backward was called for 3 of this worker's 4 parts"):
         step.reduce()
+    step.forget()
     step = next(team.epoch(0))
-    for part in step:
-        part.backward(losses(team.model, part.samples))
+    train(team, step)
     step.reduce()
     with pytest.raises(UsageError, match="step 0 is reduced already"):
         step.reduce()
+
+
+def test_backward_belongs_to_the_current_part() -> None:
+    """A part kept for later would run with another part's statistics and random numbers."""
+    team = parts()
+    kept = list(next(team.epoch(0)))
+    with pytest.raises(UsageError, match="inside `for part in step`"):
+        kept[0].backward(losses(team.model, kept[0].samples))
+    for part in next(team.epoch(0)):
+        part.backward(losses(team.model, part.samples))
+        with pytest.raises(UsageError, match="once per part"):
+            part.backward(losses(team.model, part.samples))
+        break
+
+
+@pytest.mark.parametrize("reduce", ["fast", "exact"])
+def test_a_step_that_was_not_reduced_is_noticed_and_can_be_forgotten(reduce: str) -> None:
+    team = parts(reduce=reduce)
+    first, second, third, *_ = team.steps(0, range(3))
+    for part in first:
+        part.backward(losses(team.model, part.samples))
+        break
+    with pytest.raises(UsageError, match="the last step was not reduced"):
+        train(team, second)
+    for part in second:
+        part.backward(losses(team.model, part.samples))
+        break
+    second.forget()
+    train(team, third)
+    third.reduce()
+    samples = torch.cat([torch.from_numpy(item.samples) for item in third.passes])
+    expected = torch.autograd.grad(losses(team.model, samples).mean(), list(team.model.parameters()))
+    for parameter, grad in zip(team.model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
+
+
+def test_gradients_of_the_step_before_do_not_count() -> None:
+    """Without zero_grad, each worker would add them again."""
+    found = []
+    for clears in (True, False):
+        torch.manual_seed(0)
+        team = parts(reduce="exact")
+        for step in list(team.epoch(0))[:2]:
+            if clears:
+                team.model.zero_grad()
+            train(team, step)
+            step.reduce()
+        found.append(
+            torch.cat([parameter.grad.flatten() for parameter in team.model.parameters() if parameter.grad is not None])
+        )
+    assert found[0].equal(found[1])
+
+
+def test_a_skipped_step_does_not_shift_the_loaders_batches() -> None:
+    team = parts()
+    loader = team.loader(TensorDataset(X, torch.arange(50)))
+    for step in team.epoch(0, loader):
+        if step.number % 2 == 0:
+            continue
+        for part in step:
+            assert part.batch[1].equal(part.samples)
+            part.backward(losses(team.model, part.samples))
+        step.reduce()
+
+
+def test_an_unfrozen_layer_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    team = parts(model)
+    next(team.epoch(0))
+    model[0].requires_grad_(True)
+    with pytest.raises(UsageError, match=r"0\.weight was frozen when Parts was made"):
+        next(team.epoch(0))
+
+
+def test_an_epoch_ends_with_the_mean_statistics_and_modes_stay() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model[1].eval()
+    team = parts(model, samples=48)
+    for step in team.epoch(0):
+        train(team, step)
+        step.reduce()
+    rows, _ = team.statistics.gather(team.world)
+    torch.testing.assert_close(model[0].running_mean.double(), rows.mean(0)[:4])
+    team.evaluate(48, lambda samples: {"loss": losses(model, samples)})
+    assert [module.training for module in model] == [True, False, True]

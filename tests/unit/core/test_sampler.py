@@ -137,7 +137,7 @@ def test_steps_worked_out_by_hand(samples, batch, parts, steps):
 
 def test_a_batch_must_divide():
     check_divides(12, 4)
-    with pytest.raises(UsageError, match="--global-batch 100 does not divide into 3 equal parts: use 99 or 102"):
+    with pytest.raises(UsageError, match="a global batch of 100 does not divide into 3 equal parts: use 99 or 102"):
         check_divides(100, 3)
     with pytest.raises(UsageError, match=r"use 8$"):
         check_divides(5, 8)

@@ -14,9 +14,9 @@ _SCALE = ("scale", "fashion-mnist-mini", "--model", "mlp:width=256", "--windows"
     [
         (["--workers", "0,2"], "--workers is '0,2': it must be numbers of workers such as 1,2,4"),
         (["--workers", "two"], "must be numbers of workers"),
-        (["--global-batch", "512"], "--mode weak gives every worker --reference-batch samples"),
+        (["--global-batch", "512"], "--mode weak gives each worker one part of --reference-batch samples"),
         (["--resume"], "--resume does not apply to scale"),
-        (["--windows", "1"], "--windows must be at least 3"),
+        (["--windows", "1"], "--windows is 1: it must be at least 3"),
         (["--mode", "both"], "invalid choice: 'both'"),
     ],
 )

@@ -161,7 +161,7 @@ def results(name: str = "study-tiny") -> dict[str, Any]:
         ("virtual_workers = 4", 'name = "x"', "arm 'V = 4': name cannot be set here"),
         ("virtual_workers = 4", "resume = true", "arm 'V = 4': resume cannot be set here"),
         ("virtual_workers = 4", "virtual_workers = 0", "study tiny.toml, arm 'V = 4': --virtual-workers is 0: it must be at"),
-        ("virtual_workers = 4", "virtual_workers = 5", "study tiny.toml, arm 'V = 4': --global-batch 32 does not divide"),
+        ("virtual_workers = 4", "virtual_workers = 5", "study tiny.toml, arm 'V = 4': a global batch of 32 does not divide"),
         ("virtual_workers = 4", "warmup_epochs = 1", "study tiny.toml, arm 'V = 4': one-cycle warms up by itself"),
         (
             "virtual_workers = 4",

@@ -155,7 +155,7 @@ def test_a_wish_to_stop_waits_for_an_averaging(tmp_path: Path) -> None:
     watch.mark = lambda step, phase: setattr(watch, "stop", "SIGTERM" if step >= 8 else "")
     with world() as here:
         run = build(task, make_config(task.defaults, {**FOUR, "local_after": 0.2, "epochs": 4, "checkpoint_every": "50"}), here)
-        with pytest.raises(Stopped, match="after step 10; a checkpoint is written"):
+        with pytest.raises(Stopped, match="after step 10; a checkpoint was written"):
             fit(run, (), Keeper(run, tmp_path), watch)  # type: ignore[arg-type]
     assert kept_at(tmp_path) == [10]
 

@@ -12,7 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import paceline
 from harness.training import blobs
-from paceline.config import Config, make_config
+from paceline.config import make_config
 from paceline.dist.launch import Outcome
 from paceline.dist.messages import Failure
 from paceline.errors import UsageError
@@ -42,17 +42,6 @@ def test_flags_are_judged_with_the_tasks_own_defaults(runs: Path) -> None:
         assert train("task.py", epochs=1, **options).status == "done"
     with pytest.raises(UsageError, match="both given"):
         train("task.py", warmup_steps=3, warmup_epochs=0.5)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_config_overrides_only_what_it_was_given(runs: Path, workers: int) -> None:
-    """The task's own optimizer, learning rate and schedule stay, also after `replace` and in workers started from here."""
-    Path("task.py").write_text(TASK.replace('"warmup_steps": 2', '"warmup_steps": 2, "optimizer": "adamw", "momentum": 0.5'))
-    config = replace(Config(epochs=1, momentum=0.9), name="x", workers=workers)
-    assert train("task.py", config).status == "done"
-    found = read_recipe(str(runs / "x" / "config.toml"))
-    assert [found[name] for name in ("optimizer", "base_lr", "schedule", "warmup_steps")] == ["adamw", 0.01, "cosine", 2]
-    assert (found["epochs"], found["momentum"]) == (1, 0.9), "given, although 0.9 is also Config's default"
 
 
 def test_a_task_object_trains_here_only() -> None:

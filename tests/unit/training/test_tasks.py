@@ -4,12 +4,15 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from harness.training import blobs
+from paceline.config import Config
 from paceline.data.augment import Images
 from paceline.data.loaders import Arrays
 from paceline.errors import UsageError
@@ -214,3 +217,12 @@ def test_check_looks_without_touching(folder):
     ):
         with pytest.raises(UsageError, match=words):
             tasks.check(name, options)
+
+
+def test_a_config_is_judged_with_the_tasks_defaults() -> None:
+    """Alone, a warm-up would not fit Config's own one-cycle schedule."""
+    given = Config(warmup_epochs=1.0)
+    task = blobs()
+    task = replace(task, defaults={**task.defaults, "schedule": "cosine"})
+    _, config = tasks.resolve(task, {name: getattr(given, name) for name in given.given})
+    assert (config.schedule, config.warmup_epochs) == ("cosine", 1.0)

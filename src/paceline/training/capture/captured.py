@@ -23,9 +23,9 @@ from torch import Tensor
 from paceline.core.parts import Step
 from paceline.data.loaders import Inputs
 from paceline.dist.agree import any_reason
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, first_line
 from paceline.training.build import Run
-from paceline.training.capture.graph import Body, Graph, compiler, find_obstacle, first_line
+from paceline.training.capture.graph import Body, Graph, compiler, find_obstacle
 from paceline.training.step import Executor, Requests, TrainStep, Weighted
 
 COMPILE_PAYS_S = 180.0
@@ -50,7 +50,7 @@ def capture(run: Run, step: TrainStep, at: int, say: Callable[[str], None]) -> E
         captured, how = _Trials(run, step, at, say).attempt()
     run.parts.statistics.rest()
     if captured is None:
-        say(f"the step is not captured as a CUDA graph, and runs as it is: {how}")
+        say(f"the step runs without a CUDA graph: {how}")
         return step
     say(f"the step is captured as a CUDA graph{how}, in {time.monotonic() - begin:.1f} s")
     return captured
@@ -126,7 +126,7 @@ class _Trials:
         why = any_reason(run.world, self._two_seeds(full))  # before anything else that only some workers might do
         if why:
             return None, why
-        expected, why = self._watch(full, before)
+        expected, why = self._check_plain(full, before)
         why = any_reason(run.world, why)
         if why:
             return None, why
@@ -176,7 +176,7 @@ class _Trials:
         if self.kept is not None:
             self.kept.put_back()
 
-    def _watch(self, case: _Case, before: "_Outcome") -> tuple["_Outcome", str]:
+    def _check_plain(self, case: _Case, before: "_Outcome") -> tuple["_Outcome", str]:
         """What a plain step gives, and what in it a graph could not repeat. It is undone."""
         case.seed()
         out, why = find_obstacle(self._body(case), case.inputs, self.run.model, self.step.forward.objective)
@@ -184,7 +184,7 @@ class _Trials:
         if why.startswith("carrier.py"):
             why = "some parameters get no gradient, and workers ask each other which; freeze them with requires_grad_(False)"
         if not why and not outcome.is_like(before, 1e-3):
-            why = f"the same batch gives another loss each time, {before.loss:.5g} and {outcome.loss:.5g}"
+            why = f"the same batch gives a different loss each time, {before.loss:.5g} and {outcome.loss:.5g}"
         return outcome, why
 
     def _two_seeds(self, case: _Case) -> str:
@@ -198,8 +198,7 @@ class _Trials:
         graph, why = None, ""
         try:
             self.step.clock.take_recorded()
-            graph = Graph(self._body(case, weighted), case.inputs)
-            graph.stamps = self.step.clock.take_recorded()
+            graph = Graph(self._body(case, weighted), case.inputs, self.step.clock.take_recorded)
         except Exception as error:  # the plain step is always there
             why = first_line(error)
         self._put_back()
@@ -211,7 +210,7 @@ class _Trials:
         case.seed()
         found = self._outcome(graph(case.inputs))
         if not found.is_like(expected, 0.05):
-            why = f"replayed, its loss is {found.loss:.5g} and not {expected.loss:.5g}, or it moves the weights otherwise"
+            why = f"its replay gives loss {found.loss:.5g} instead of {expected.loss:.5g}, or moves the weights differently"
         why = any_reason(self.run.world, why)
         return (None if why else graph), why
 

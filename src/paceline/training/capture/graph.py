@@ -5,21 +5,18 @@ recorded: does it wait for the GPU, draw random numbers on the host, or change a
 elsewhere, in a global or deeper within an object, cannot be detected.
 """
 
-import inspect
 import os
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from paceline.data.loaders import Inputs, leaves, map_tensors, tensors_in
+from paceline.training.host_state import host_state
 
 Body = Callable[[list[Inputs]], Tensor]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -29,15 +26,14 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 class Graph:
     """Work on tensors, recorded once and replayed on other tensors of the same shapes."""
 
-    def __init__(self, body: Body, inputs: list[Inputs]) -> None:
+    def __init__(self, body: Body, inputs: list[Inputs], stamps: Callable[[], Any] = lambda: None) -> None:
+        """`stamps` is called after recording, for the clock's stamps in the graph."""
         self._held = cast("list[Inputs]", map_tensors(Tensor.clone, inputs))
         self._into = list(tensors_in(self._held))
         self._last: list[tuple[Tensor, int] | None] = [None] * len(
             self._into
         )  # what was copied last: an epoch's key is copied once
         self._graph = torch.cuda.CUDAGraph()
-        self.stamps: Any = None
-        """The clock's stamps in it."""
         try:
             # thread_local: a DataLoader's thread may pin memory, and NCCL's thread may query events, while this thread records.
             with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
@@ -46,6 +42,7 @@ class Graph:
             random_numbers = torch.cuda.default_generators[torch.cuda.current_device()]
             random_numbers.graphsafe_set_state(random_numbers.clone_state())  # or it still believes that it is being recorded
             raise
+        self.stamps = stamps()
 
     def fits(self, inputs: list[Inputs]) -> bool:
         """Whether these inputs have the shapes and types it was recorded with."""
@@ -92,7 +89,7 @@ def compiler() -> Iterator[Callable[[Function], Function]]:
 
 def find_obstacle(body: Body, inputs: list[Inputs], model: nn.Module, objective: Any) -> tuple[Tensor, str]:
     """Run the work; returns its result, and what in it a graph could not repeat, or ""."""
-    before = _host_state(model, objective)
+    before = host_state(model, objective)
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -102,38 +99,7 @@ def find_obstacle(body: Body, inputs: list[Inputs], model: nn.Module, objective:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     waits = next((w for w in caught if "synchronizing CUDA operation" in str(w.message)), None)
-    return out, _obstacle(inputs, waits) or _change(before, _host_state(model, objective))
-
-
-def module_state(model: nn.Module) -> dict[str, Any]:
-    """The values of the plain attributes of a model's modules, by name, as far as a change can be detected."""
-    return {
-        f"{path or 'the model'}.{name}": _Held(value, value._version) if isinstance(value, Tensor) else _reading(value)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if name not in _OF_MODULES
-    }
-
-
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """A tensor and its version. Holding it keeps another tensor from taking its place in memory."""
-
-    tensor: Tensor
-    version: int
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and self.tensor is other.tensor and self.version == other.version
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, buffers, hooks: checked elsewhere
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+    return out, _obstacle(inputs, waits) or _change(before, host_state(model, objective))
 
 
 def _obstacle(inputs: list[Inputs], waits: warnings.WarningMessage | None) -> str:
@@ -148,39 +114,3 @@ def _obstacle(inputs: list[Inputs], waits: warnings.WarningMessage | None) -> st
 def _change(before: dict[str, Any], after: dict[str, Any]) -> str:
     changed = next((what for what, state in after.items() if state != before.get(what)), None)
     return "" if changed is None else f"a step changes {changed}, and a graph would not"
-
-
-def _host_state(model: nn.Module, objective: Any) -> dict[str, Any]:
-    """What a step may change besides tensors on the GPU: random states, and attributes of modules and the objective."""
-    _, keys, position, *_ = np.random.get_state()
-    state: dict[str, Any] = {
-        "the state of Python's random numbers": random.getstate(),
-        "the state of numpy's random numbers": (np.asarray(keys).tobytes(), position),
-        "the state of torch's random numbers on the CPU": torch.get_rng_state().numpy().tobytes(),
-    }
-    held: dict[str, Any] = {path or "the model": vars(module) for path, module in model.named_modules()}
-    held["the objective"] = dict(getattr(objective, "__dict__", {}))
-    if inspect.isfunction(objective):
-        with suppress(ValueError):  # a variable without a value yet
-            held["the objective"] |= inspect.getclosurevars(objective).nonlocals
-    for where, values in held.items():
-        state |= {f"{where}.{name}": _reading(value) for name, value in values.items() if not name.startswith("_")}
-    return state
-
-
-def _reading(value: Any) -> Any:
-    """A value that differs if the original has changed; None if that cannot be known."""
-    match value:
-        case bool() | int() | float() | str():
-            return value
-        case np.random.Generator():
-            return str(value.bit_generator.state)
-        case random.Random():
-            return value.getstate()
-        case torch.Generator():
-            return value.get_state().cpu().numpy().tobytes()
-        case Tensor() if value.device.type == "cpu":
-            return id(value), value._version
-        case list() | tuple() | dict() | set() if len(value) < 1000:
-            return [_reading(each) for each in (value.values() if isinstance(value, dict) else value)]
-    return None

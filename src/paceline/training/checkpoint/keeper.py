@@ -76,7 +76,7 @@ class Keeper:
 
     def save(self, progress: Progress) -> None:
         """Take a checkpoint; rank 0 writes it in the background. Collective: call on every rank."""
-        tensors, facts = _capture(self._run, progress)
+        tensors, facts = _collect(self._run, progress)
         facts["identity"] = self._identity
         self._last_s = time.monotonic()
         if self._folder is None:
@@ -124,7 +124,7 @@ class Keeper:
         return Progress(**{**progress, "result": Result.read(progress["result"]), "rows": Rows(**progress["rows"])})
 
 
-def _capture(run: Run, progress: Progress) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _collect(run: Run, progress: Progress) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state of a run as tensors and plain facts. Collective: call on every rank."""
     model, optimizer, statistics = run.model, run.update.optimizer, run.parts.statistics
     values, counts = statistics.gather(run.world)

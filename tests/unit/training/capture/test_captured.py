@@ -31,7 +31,8 @@ CALLS: list[int] = []
 class Replayed(graph.Graph):
     """A graph without a GPU."""
 
-    def __init__(self, body: graph.Body, inputs: list[Inputs]) -> None:
+    def __init__(self, body: graph.Body, inputs: list[Inputs], stamps: Any = lambda: None) -> None:
+        self.stamps = stamps()
         self._body, self._held = body, map_tensors(torch.clone, inputs)
         self._into = list(tensors_in(self._held))
         self._last = [None] * len(self._into)
@@ -217,7 +218,7 @@ def test_a_graph_that_computes_something_else_is_not_used(monkeypatch: pytest.Mo
     monkeypatch.setattr(Replayed, "replay", wrong)
     with world() as here:
         plain, tried = both(here, {})
-    assert "replayed, its loss is" in tried.watcher.notes[0]
+    assert "its replay gives loss" in tried.watcher.notes[0]
     same(plain, tried)
 
 
@@ -243,7 +244,7 @@ def test_a_step_that_differs_each_time_is_not_captured() -> None:
 
     with world() as here:
         trained = train_in(here, blobs(objective=objective), {"epochs": 1})
-    assert "gives another loss each time" in trained.watcher.notes[0]
+    assert "gives a different loss each time" in trained.watcher.notes[0]
     assert trained.result.status == "done"
 
 
@@ -255,7 +256,7 @@ def test_a_recording_that_fails_late_leaves_nothing_behind(options: dict[str, An
         run = build(*_images({"epochs": 1, **options}), here)
         engine = run.parts.engine
 
-        def fails(body: graph.Body, inputs: list[Inputs]) -> None:
+        def fails(body: graph.Body, inputs: list[Inputs], stamps: Any) -> None:
             where, what = (engine._reducer, "finish") if engine._reducer else (run.update.optimizer, "step")
             with patch.object(where, what, side_effect=RuntimeError("late")):
                 body(inputs)

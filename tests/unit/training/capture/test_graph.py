@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from paceline.data.loaders import map_tensors
-from paceline.training.capture.graph import _change, _host_state, _obstacle, first_line
+from paceline.errors import first_line
+from paceline.training.capture.graph import _change, _obstacle
+from paceline.training.host_state import host_state
 
 
 class Counts(nn.Module):
@@ -44,10 +46,10 @@ def counting(model: nn.Module) -> None:
 )
 def test_what_a_step_changes_on_the_host_is_named(work, what) -> None:
     model = nn.Sequential(nn.Linear(2, 2), Counts())
-    before = _host_state(model, None)
-    assert _change(before, _host_state(model, None)) == ""
+    before = host_state(model, None)
+    assert _change(before, host_state(model, None)) == ""
     work(model)
-    assert what in _change(before, _host_state(model, None))
+    assert what in _change(before, host_state(model, None))
 
 
 def test_what_the_objective_holds_is_looked_at() -> None:
@@ -62,9 +64,9 @@ def test_what_the_objective_holds_is_looked_at() -> None:
 
     model = nn.Linear(1, 1)
     for objective, name in ((counts, "calls"), (mixes, "rng")):
-        before = _host_state(model, objective)
+        before = host_state(model, objective)
         objective()
-        assert f"the objective.{name}" in _change(before, _host_state(model, objective))
+        assert f"the objective.{name}" in _change(before, host_state(model, objective))
 
 
 class Pair(NamedTuple):

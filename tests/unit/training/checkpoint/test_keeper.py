@@ -210,9 +210,9 @@ def test_a_folder_that_cannot_be_written_costs_no_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "every", "said"),
     [
-        ("x", "3", "a checkpoint is written, and the same command with --resume goes on"),
-        ("file", "3", "no checkpoint is written"),
-        ("x", "0", "no checkpoint is written"),
+        ("x", "3", "a checkpoint was written; the same command with --resume continues"),
+        ("file", "3", "no checkpoint was written"),
+        ("x", "0", "no checkpoint was written"),
     ],
 )
 def test_a_stopped_run_says_whether_there_is_a_checkpoint(tmp_path: Path, folder: str, every: str, said: str) -> None:
