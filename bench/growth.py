@@ -139,7 +139,7 @@ def judge(points: dict[int, list[float]], shape: str, is_bytes: bool) -> dict[st
         "fitted": curve,
         "expected": {"shape": shape, "c": exponent, "at_largest": float(expected[-1])},
         "ratio": float(ratio),
-        "verdict": "FASTER than expected" if faster else "as expected",
+        "verdict": "GROWS FASTER than expected" if faster else "as expected",
     }
 
 

@@ -164,9 +164,9 @@ def summary(tally: dict[str, Any]) -> str:
     """The tally in one line, for docs/recovery.md."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in tally["by_kind"].items())
     return (
-        f"{tally['kills']} kills ({kinds}) on 1 to 4 workers over {tally['steps']} steps: same weights hash"
-        f" {'yes' if tally['same_hash'] else 'NO'}, same metrics {'yes' if tally['same_metrics'] else 'NO'}, every sample of"
-        f" every epoch once {'yes' if tally['every_sample_once'] else 'NO'}"
+        f"{tally['kills']} kills ({kinds}) on 1 to 4 workers over {tally['steps']} steps: weights"
+        f" {'equal' if tally['same_hash'] else 'DIFFER FROM'} and metrics {'equal' if tally['same_metrics'] else 'DIFFER FROM'}"
+        f" those of an uninterrupted run; every sample of every epoch was {'' if tally['every_sample_once'] else 'NOT '}seen once"
     )
 
 

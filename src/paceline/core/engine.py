@@ -38,7 +38,7 @@ def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
     """Give every worker rank 0's values, as bytes: gloo has no int16 or float8. Collective: call on every rank."""
     for tensor in tensors:
         if tensor.numel():
-            data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            data = tensor.detach().flatten().clone().view(torch.uint8)
             dist.broadcast(data, 0)
             tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
 
