@@ -163,10 +163,11 @@ def every_sample_once() -> bool:
 def summary(tally: dict[str, Any]) -> str:
     """The tally in one line, for docs/recovery.md."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in tally["by_kind"].items())
+    weights, metrics = ("equal" if tally[what] else "DIFFER FROM" for what in ("same_hash", "same_metrics"))
+    once = "" if tally["every_sample_once"] else "NOT "
     return (
-        f"{tally['kills']} kills ({kinds}) on 1 to 4 workers over {tally['steps']} steps: weights"
-        f" {'equal' if tally['same_hash'] else 'DIFFER FROM'} and metrics {'equal' if tally['same_metrics'] else 'DIFFER FROM'}"
-        f" those of an uninterrupted run; every sample of every epoch was {'' if tally['every_sample_once'] else 'NOT '}seen once"
+        f"{tally['kills']} kills ({kinds}) on 1 to 4 workers over {tally['steps']} steps: weights {weights} and metrics {metrics}"
+        f" those of an uninterrupted run; every sample of every epoch was {once}seen once"
     )
 
 
