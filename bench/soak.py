@@ -166,8 +166,8 @@ def summary(tally: dict[str, Any]) -> str:
     weights, metrics = ("equal" if tally[what] else "DIFFER FROM" for what in ("same_hash", "same_metrics"))
     once = "" if tally["every_sample_once"] else "NOT "
     return (
-        f"{tally['kills']} kills ({kinds}) on 1 to 4 workers over {tally['steps']} steps: weights {weights} and metrics {metrics}"
-        f" those of an uninterrupted run; every sample of every epoch was {once}seen once"
+        f"{tally['kills']} kills ({kinds}) on 1 to 4 workers over {tally['steps']} steps: weights {weights} and"
+        f" metrics {metrics} those of an uninterrupted run; every sample of every epoch was {once}seen once"
     )
 
 
