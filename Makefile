@@ -29,7 +29,8 @@ test: setup  ## the whole suite; ARGS="tests/laws -k law4" for less
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(PYTEST_2) tests/laws tests/course tests/engines tests/system tests/unit tests/browser
+	$(PYTEST_2) tests/laws tests/course tests/engines tests/system tests/browser
+	$(PYTEST_2) tests/unit
 	$(BIN)/python -m pytest tests/ranks tests/gpu
 endif
 

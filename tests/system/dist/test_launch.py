@@ -112,7 +112,7 @@ import os, signal, sys, time
 from pathlib import Path
 from paceline.dist.launch import start_as_worker
 start_as_worker()
-from paceline.dist.messages import read_stop, send_finished, send_failure, send_record_path
+from paceline.dist.messages import launcher_folder, read_stop, send_finished, send_failure, send_record_path
 rank, here, folder = int(os.environ["RANK"]), Path({here!r}), Path(os.environ["PACELINE_MESSAGES"])
 attempt = int(folder.name)
 launcher = os.getppid()
@@ -178,7 +178,9 @@ def test_workers_that_succeed(worker, tmp_path):
 
 
 def test_a_killed_worker_is_restarted(worker, tmp_path, capsys):
-    worker("begin(); attempt == 1 and rank == 1 and os.kill(os.getpid(), signal.SIGKILL); attempt == 1 and time.sleep(100)")
+    wait = "attempt == 1 and wait_for(launcher_folder() / 'record')"  # or there would be nothing to resume
+    die = "attempt == 1 and rank == 1 and os.kill(os.getpid(), signal.SIGKILL); attempt == 1 and time.sleep(100)"
+    worker(f"begin()\n{wait}\n{die}")
     assert launch(["train"], Config(workers=2, max_restarts=1)) == Outcome(0, None, tmp_path / "record")
     (first, second) = log(tmp_path, 1)
     assert second == [*first, f"--resume={tmp_path / 'record'}"]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from harness.processes import children
+from harness.processes import children, run
 from harness.training import blobs
 from paceline.config import Config
 from paceline.errors import PacelineError, UsageError
@@ -90,11 +90,23 @@ def streamed(objective: Any = None) -> Task:
     )
 
 
+PROGRAM = f"""
+import os, sys
+sys.path[:0] = [{str(Path(__file__).parents[2])!r}]
+from harness.processes import children, run
+from paceline import train
+from system.training.test_run import streamed
+
+for number in range(4):
+    assert train(streamed(), name=f"run-{{number}}").status == "done"
+    assert not children(os.getpid())
+"""
+
+
 def test_several_trainings_in_one_program_leave_no_process(runs: Path) -> None:
-    for number in range(4):
-        result = train(streamed(), name=f"run-{number}")
-        assert not children(os.getpid())
-        assert result.status == "done"
+    """In a program of its own: forked from this one, loader processes would inherit what other tests left in torch."""
+    done = run([sys.executable, "-c", PROGRAM])
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_training_that_fails_leaves_no_process(runs: Path) -> None:
