@@ -4,6 +4,7 @@ import io
 import os
 import select
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -27,6 +28,27 @@ def plural(count: float, word: str) -> str:
     """`1 worker`, `2,000 workers`, `3 entries`."""
     several = f"{word[:-1]}ies" if word.endswith("y") else f"{word}s"
     return f"{count:,.0f} {word if count == 1 else several}"
+
+
+def make_table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A table as aligned text; the first `left` columns are left-aligned, numbers right. Cells wrap to fit the terminal.
+
+    Piped output is as wide as it needs to be.
+    """
+    from rich.box import Box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=Box("    \n    \n -- \n" + "    \n" * 5, ascii=True), show_edge=False, pad_edge=False)
+    for number, head in enumerate(heads):
+        table.add_column(Text(head), justify="left" if number < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    plain = Console(file=io.StringIO(), width=None if is_terminal(sys.stdout) else 10_000, color_system=None, highlight=False)
+    with plain.capture() as captured:
+        plain.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def is_terminal(stream: TextIO | None) -> bool:
