@@ -18,7 +18,7 @@ from paceline import __version__
 from paceline.dist.launch import INTERRUPTED, start_as_worker
 from paceline.dist.messages import headline, is_lost_contact, send_failure, send_finished
 from paceline.dist.place import read_place
-from paceline.dist.process import exit_now
+from paceline.dist.process import exit_now, limit_spinning
 from paceline.dist.watch import mark_own_process
 from paceline.errors import PacelineError, Stopped, UsageError, printable, refuse_exit, unknown
 from paceline.loading import pause_collector
@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     open_output(protected=list(argv[:1]) == ["train"])
     mark_own_process()
     start_as_worker()
+    limit_spinning()
     pause_collector()
     code = run(argv)
     close_output()
