@@ -18,7 +18,7 @@ from paceline import __version__
 from paceline.dist.launch import INTERRUPTED, start_as_worker
 from paceline.dist.messages import headline, is_lost_contact, send_failure, send_finished
 from paceline.dist.place import read_place
-from paceline.dist.process import exit_now, limit_spinning
+from paceline.dist.process import exit_now, stop_spinning_if_shared
 from paceline.dist.watch import mark_own_process
 from paceline.errors import PacelineError, Stopped, UsageError, printable, refuse_exit, unknown
 from paceline.loading import pause_collector
@@ -37,6 +37,8 @@ VERBS = {
     "doctor": ("paceline.doctor.verb", "Check this machine: torch, devices, backends, network, data, a real all-reduce."),
 }
 """The module and the one-line summary of each verb."""
+
+_TRAINING = ("train", "scale", "advise", "rehearse", "study")
 
 _EXAMPLES = """examples:
   paceline train fashion-mnist-mini --workers 2
@@ -61,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     open_output(protected=list(argv[:1]) == ["train"])
     mark_own_process()
     start_as_worker()
-    limit_spinning()
     pause_collector()
     code = run(argv)
     close_output()
@@ -77,6 +78,8 @@ def run(argv: Sequence[str]) -> int:
     verb = ""
     try:
         verb, options = _parse(argv)
+        if verb in _TRAINING:
+            _prepare_threads()
         with refuse_exit():  # not around _parse: argparse exits by itself after --help
             return int(import_module(VERBS[verb][0]).run(options))
     except KeyboardInterrupt:
@@ -110,6 +113,14 @@ def _explain(error: Exception) -> int:
     else:
         warn(printable(f"{prefix}failed: {headline(error)}\n{traceback.format_exc()}".rstrip("\n")))
     return code
+
+
+def _prepare_threads() -> None:
+    """Look at the cores before torch loads. Not in workers: the others would count as other programs."""
+    with suppress(UsageError):
+        note = stop_spinning_if_shared() if read_place().launcher == "alone" else ""
+        if note:
+            warn(f"note: {note}")
 
 
 class Parser(argparse.ArgumentParser):

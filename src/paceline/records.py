@@ -301,6 +301,7 @@ def environment() -> dict[str, Any]:
         "machine": platform.node(),
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "openmp": {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_", "KMP_"))},
         "versions": {name: _version(name) for name in ("paceline", "torch", "numpy", "safetensors")},
         "git": _git_revision(),
     }

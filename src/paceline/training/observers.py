@@ -239,11 +239,14 @@ class Printer:
         self._line(", ".join(words))
 
     def health(self, row: Row) -> None:
-        """Print the first look, without its problems; later only problems that two looks in a row found and that are new."""
+        """Print the first look; later only problems that two looks in a row found and that are new.
+
+        Of the first look's problems only busy cores: its first steps are not like the rest.
+        """
         found, last, first = judge(row), self._last, self._reported is None
         self._last, self._reported = found, self._reported or ()
         if first or (found == last and found != self._reported):
-            self._reported = () if first else found
+            self._reported = tuple(trouble for trouble in found if trouble == "cores") if first else found
             self._line(f"health: {describe(row, self._unit, self._reported)}")
 
     def timeline(self, timeline: Row) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.dist.process import core_times, limits_spinning
+from paceline.dist.process import core_times, has_wait_policy
 from paceline.training.build import Run
 from paceline.training.timing.clock import Clock, Timed, fill_up, split_steps
 
@@ -107,6 +107,6 @@ def describe(row: Mapping[str, Any], unit: str, troubles: Sequence[str] = ()) ->
 def _explain_core_wait(row: Mapping[str, Any]) -> str:
     """Other programs, or too many threads or workers of this run, compete for the cores."""
     text = f"worker {row['core_wait_rank']} waits for a core {row['core_wait']:.0%} of its time: other programs use its cores"
-    if limits_spinning():
+    if has_wait_policy():
         return f"{text}; end them, or train with fewer --workers or a smaller OMP_NUM_THREADS"
     return f"{text}; set OMP_WAIT_POLICY=passive before Python starts, so that idle threads do not keep out busy ones"

@@ -70,6 +70,13 @@ def test_the_first_look_is_told_and_then_what_lasts(capsys: pytest.CaptureFixtur
         assert capsys.readouterr().out.count("health: ") == told
 
 
+def test_busy_cores_are_named_at_the_first_look(capsys: pytest.CaptureFixture[str]) -> None:
+    Printer("images", terminal=False).health(_row(core_wait=0.5, input=9.0))
+    line = capsys.readouterr().out
+    assert "waits for a core 50% of its time" in line
+    assert "input-bound" not in line
+
+
 def test_one_look_is_no_proof(capsys: pytest.CaptureFixture[str]) -> None:
     printer = Printer("images", terminal=False)
     for bound in (False, True):
