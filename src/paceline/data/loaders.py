@@ -31,7 +31,7 @@ from paceline.core.keyed import KeyedDataset, PassSampler
 from paceline.core.keys import on_device
 from paceline.data.conversion import collate, explain_collate, name_type, to_tensors
 from paceline.dist.process import die_with_parent
-from paceline.errors import UsageError
+from paceline.errors import SampleError, UsageError
 
 Batch = tuple[Any, ...]
 Inputs = tuple[Any, ...]
@@ -329,7 +329,7 @@ class _Refused:
 
 def _checked(batch: Any) -> Any:
     if isinstance(batch, _Refused):
-        raise UsageError(batch.why)
+        raise SampleError(batch.why)
     return batch
 
 

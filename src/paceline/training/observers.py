@@ -255,8 +255,9 @@ class Printer:
         if result.status not in (Status.DONE, Status.TARGET_REACHED):
             self._line(f"{result.status} after {result.steps} steps; the record so far is in {result.record}")
             return
-        metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items()) or "no validation,"
-        self._line(f"{result.status}: {metrics} after {result.epochs} epochs, {result.train_time_s:.1f} s of training")
+        metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
+        reached = f": {metrics}" if metrics else " without validation"
+        self._line(f"{result.status}{reached} after {result.epochs} epochs, {result.train_time_s:.1f} s of training")
         agree = f", all {self._workers} workers agree" if self._workers > 1 else ""
         self._line(f"model {result.model_sha256[:16]}{agree}; record in {result.record}")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from paceline.config import Config
 from paceline.data.conversion import name_type
 from paceline.data.loaders import Batch, Prepare
-from paceline.errors import UsageError
+from paceline.errors import SampleError, UsageError
 from paceline.training import task_fields
 from paceline.training.task_fields import Source
 
@@ -92,7 +92,7 @@ def classify(label_smoothing: float = 0.0) -> Objective:
             return {"loss": loss, "accuracy": (logits.argmax(1) == labels).float()}
         except (IndexError, RuntimeError, ValueError) as error:
             why = _find_wrong_labels(logits, labels)
-            raise (UsageError(f"classify() {why}") if why else error) from None
+            raise (SampleError(f"classify() {why}") if why else error) from None
 
     return objective
 

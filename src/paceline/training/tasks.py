@@ -47,7 +47,7 @@ def resolve(task: str | Task, options: Mapping[str, Any]) -> tuple[Task, Config]
     if isinstance(task, str) and task in _BUILT_IN:
         config = make_config(_BUILT_IN[task], options)
         return _images(task, config), config
-    made = _call(task) if isinstance(task, str) else _check_task(task, "the task")
+    made = _call(task) if isinstance(task, str) else _check_task(task, "paceline.train got", "give")
     return made, configure(made, options)
 
 
@@ -137,14 +137,14 @@ def _call(name: str) -> Task:
         place = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
         at = f" (line {place[-1].lineno} of {Path(place[-1].filename).name})" if place else ""
         raise UsageError(f"task {name} raised {type(error).__name__}: {' '.join(str(error).split())}{at}") from error
-    return _check_task(task, f"what {function}() in {source} returned")
+    return _check_task(task, f"{function}() in {source} returned", "it must return")
 
 
-def _check_task(task: Any, what: str) -> Task:
+def _check_task(task: Any, found: str, rule: str) -> Task:
     if isinstance(task, Task):
         return task
     hint = "; is a `return` missing?" if task is None else ""
-    raise UsageError(f"{what} is {name_type(task)}: it must be a paceline.Task{hint}")
+    raise UsageError(f"{found} {name_type(task)}: {rule} a paceline.Task{hint}")
 
 
 def _make_importable(folder: str) -> None:

@@ -206,7 +206,7 @@ def test_a_task_can_be_copied() -> None:
 
 def test_a_task_object_or_function_as_a_task() -> None:
     assert tasks.resolve(make(), {})[0].name == "mine"
-    with pytest.raises(UsageError, match=r"the task is a function: it must be a paceline\.Task"):
+    with pytest.raises(UsageError, match=r"paceline\.train got a function: give a paceline\.Task"):
         tasks.resolve(make, {})  # type: ignore[arg-type]
 
 

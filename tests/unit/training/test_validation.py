@@ -33,7 +33,7 @@ def test_the_record_and_the_output_of_a_run_without_validation(runs: Path, capsy
     said = capsys.readouterr().out
     assert "blobs: 103 training samples, no validation" in said
     assert "Validation" not in said
-    assert "done: no validation, after 2 epochs" in said
+    assert "done without validation after 2 epochs" in said
     assert [row.get("val_loss") for row in read_metrics(runs / "bare") if row["kind"] == "epoch"] == [None, None]
     assert read_result(runs / "bare")["metrics"] == result.metrics == {}
     again = train(replace(blobs(), validation=None), runs_dir=str(runs), resume="bare")
