@@ -20,7 +20,7 @@ from paceline.dist.messages import headline, is_lost_contact, send_failure, send
 from paceline.dist.place import read_place
 from paceline.dist.process import exit_now, stop_spinning_if_shared
 from paceline.dist.watch import mark_own_process
-from paceline.errors import PacelineError, Stopped, UsageError, printable, refuse_exit, unknown
+from paceline.errors import PacelineError, SampleError, Stopped, UsageError, printable, refuse_exit, unknown
 from paceline.loading import pause_collector
 from paceline.output import close_output, is_terminal, open_output, reader_is_gone, warn
 
@@ -103,7 +103,7 @@ def _explain(error: Exception) -> int:
     if place and place.launcher == "paceline" and send_failure(rank, error):
         return code
     prefix = f"paceline: worker {rank}: " if place and place.size > 1 else "paceline: "
-    if isinstance(error, UsageError | Stopped) and rank != 0:
+    if isinstance(error, UsageError | Stopped) and not isinstance(error, SampleError) and rank != 0:
         if isinstance(error, UsageError):
             time.sleep(2)  # all workers have the same error: let rank 0 print it before the launcher ends it because of us
     elif isinstance(error, PacelineError):

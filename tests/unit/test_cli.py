@@ -17,7 +17,7 @@ from paceline import cli, config, toml
 from paceline.config import Config, flag, names_with
 from paceline.data import fashion_mnist
 from paceline.doctor import verb
-from paceline.errors import PacelineError, refuse_exit
+from paceline.errors import PacelineError, SampleError, refuse_exit
 from paceline.options import Role
 from paceline.training import run as training
 
@@ -190,7 +190,7 @@ def test_the_packaged_recipes_are_recipes_and_travel_with_the_package():
         ("def task():\n    raise RuntimeError('two\\nlines')", "raised RuntimeError: two lines (line 2 of my_task.py)"),
         ("def task(:", "raised SyntaxError: invalid syntax (my_task.py, line 1)"),
         ("import no_such_module", "raised ModuleNotFoundError: No module named 'no_such_module' (line 1 of my_task.py)"),
-        ("def task():\n    return 3", "task() in my_task.py returned int: it must return a paceline.Task"),
+        ("def task():\n    return 3", "task() in my_task.py returned an int: it must return a paceline.Task"),
         ("def tsk():\n    return 3", "my_task.py has no function task()"),
         ("from paceline import PacelineError\ndef task():\n    raise PacelineError('mine')", "paceline: mine"),
     ],
@@ -286,6 +286,17 @@ def test_only_rank_0_speaks_of_the_users_mistake(capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert cli.run(["train", "fashion-mnist-mini", "--epochs", "0"]) == 2
     assert capsys.readouterr().err == "paceline: worker 0: --epochs is 0: it must be at least 1\n"
+
+
+def test_every_rank_speaks_of_its_own_samples(capsys, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise SampleError("samples 3 and 7 differ")
+
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(training, "train", refuse)
+    assert cli.run([*MINI]) == 2
+    assert capsys.readouterr().err == "paceline: worker 1: samples 3 and 7 differ\n"
 
 
 @pytest.mark.parametrize(

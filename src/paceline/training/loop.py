@@ -19,7 +19,7 @@ from paceline.core.parts import Step
 from paceline.dist.agree import check_agreement
 from paceline.dist.messages import headline
 from paceline.dist.watch import Watch
-from paceline.errors import Diverged, PacelineError, RecordError, Stopped, UsageError, refuse_exit
+from paceline.errors import Diverged, PacelineError, RecordError, Stopped, refuse_exit
 from paceline.status import Status
 from paceline.training.build import Run
 from paceline.training.capture.captured import CapturedStep, capture
@@ -130,7 +130,9 @@ class _Fit:
         # Only this frame refers to the graphs: NCCL does not end while a graph lives that holds some of its work.
         captured = capture(run, self.step, progress.step, self._say)
         executor = with_local_steps(self.step, captured, run.local_from, run.config.local_steps, self._say)
-        validation = Validation(run, self.step, captured)
+        validation = Validation(run, self.step, captured) if run.validation is not None else None
+        if validation is not None:
+            validation.check_target()
         averaged = Averaged(run, self.step) if run.update.ema is not None else None
         if run.config.profile:
             self.profile = Profile(run, self.clock, progress.step, isinstance(captured, CapturedStep))
@@ -180,8 +182,8 @@ class _Fit:
         progress.epoch_time_s = time.perf_counter() - begin
         self._look(epoch, int(bounds[progress.step - first]), begin)
 
-    def _validate(self, epoch: int, validation: Validation, averaged: Averaged | None) -> bool:
-        """Validate after an epoch, and tell the observers. Whether the run is over."""
+    def _validate(self, epoch: int, validation: Validation | None, averaged: Averaged | None) -> bool:
+        """Validate after an epoch, if the task has data for it, and tell the observers. Whether the run is over."""
         run, progress, config = self.run, self.progress, self.run.config
         self.step.checks.end_epoch()
         samples = int(run.sampler.step_bounds[progress.step - epoch * run.sampler.steps])
@@ -191,10 +193,9 @@ class _Fit:
         check_agreement({**run.model.state_dict(), **run.kept()}, run.world, f"after epoch {epoch + 1}")
         if averaged is not None:
             averaged.put_in(epoch)
-        metrics = validation(epoch)
-        self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss", self._most_loss())
-        if config.target_accuracy and "accuracy" not in metrics:
-            raise UsageError(f"--target-accuracy: this task reports {', '.join(metrics)}, but no accuracy")
+        metrics = {} if validation is None else validation(epoch)
+        if validation is not None:
+            self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss", self._most_loss())
         row = {
             "epoch": epoch + 1,
             "step": progress.step,

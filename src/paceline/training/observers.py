@@ -36,7 +36,7 @@ class Result:
     samples_per_s: float = 0.0
     """Of the last epoch, over all workers."""
     metrics: Mapping[str, float]
-    """Of the last validation."""
+    """Of the last validation; empty for a task without validation data."""
     model_sha256: str = ""
     record: str = ""
 
@@ -230,9 +230,8 @@ class Printer:
             f"Cumulative Time = {row['time_s']:.3f}",
             f"Epoch Time = {row['epoch_time_s']:.3f}",
             f"{unit}/sec = {row['samples_per_s']:.1f}",
-            f"Validation Loss = {row['val_loss']:.4f}",
         ]
-        others = [name for name in row if name.startswith("val_") and name != "val_loss"]
+        others = [name for name in row if name.startswith("val_")]
         words += [f"Validation {name[4:].replace('_', ' ').title()} = {row[name]:.4f}" for name in others]
         if "noise_scale" in row:
             words.append(f"Noise Scale = {row['noise_scale']:.0f}")
@@ -260,7 +259,8 @@ class Printer:
             self._line(f"{result.status} after {result.steps} steps; the record so far is in {result.record}")
             return
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
-        self._line(f"{result.status}: {metrics} after {result.epochs} epochs, {result.train_time_s:.1f} s of training")
+        reached = f": {metrics}" if metrics else " without validation"
+        self._line(f"{result.status}{reached} after {result.epochs} epochs, {result.train_time_s:.1f} s of training")
         agree = f", all {self._workers} workers agree" if self._workers > 1 else ""
         self._line(f"model {result.model_sha256[:16]}{agree}; record in {result.record}")
 

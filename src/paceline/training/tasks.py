@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from paceline import models
 from paceline.config import Config, check_options, flag, make_config, names_with
 from paceline.data import fashion_mnist
 from paceline.data.augment import Images
+from paceline.data.conversion import name_type
 from paceline.data.loaders import Arrays
 from paceline.data.verb import DownloadProgress
 from paceline.errors import PacelineError, UsageError, unknown
@@ -46,23 +47,28 @@ def resolve(task: str | Task, options: Mapping[str, Any]) -> tuple[Task, Config]
     if isinstance(task, str) and task in _BUILT_IN:
         config = make_config(_BUILT_IN[task], options)
         return _images(task, config), config
-    made = _call(task) if isinstance(task, str) else task
+    made = _call(task) if isinstance(task, str) else _check_task(task, "paceline.train got", "give")
     return made, configure(made, options)
 
 
 def configure(task: Task, options: Mapping[str, Any]) -> Config:
     """The configuration of a user's own task."""
-    for key in task.defaults:
-        if key in names_with(Role.PLACE):
-            raise UsageError(f"task {task.name}: {key!r} says where a run happens: it cannot be one of the task's defaults")
-    config = make_config(task.defaults, options)
+    config = make_config(cast(Mapping[str, Any], task.defaults), options)
     for key in options:  # a record's config.toml has all options, most of them with their defaults
         if key in names_with(Role.IMAGES) and getattr(config, key) != getattr(Config, key):
             raise UsageError(f"{flag(key)} is for built-in image tasks; {task.name} prepares its own data and loss")
     if task.model is not None and config.model:
         raise UsageError(f"--model {config.model}: task {task.name} has its own model")
     if task.model is None and task.classes < 1:
-        raise UsageError(f"task {task.name} has neither a model nor classes: --model needs the number of classes")
+        raise UsageError(
+            f"task {task.name} has neither a model nor classes: give model=lambda: Net(...), or classes=N for"
+            " --model to build one"
+        )
+    if task.validation is None and config.target_accuracy:
+        raise UsageError(
+            f"--target-accuracy {config.target_accuracy:g}: task {task.name} has no validation data, so no accuracy is"
+            " measured; give it validation=..., or leave --target-accuracy out"
+        )
     return config
 
 
@@ -123,7 +129,7 @@ def _call(name: str) -> Task:
         make = getattr(_import(source), function, None)
         if make is None:
             raise UsageError(f"{source} has no function {function}(): a task file defines task() -> paceline.Task")
-        task = make()
+        task = make if isinstance(make, Task) else make()
     except PacelineError:
         raise
     except (Exception, SystemExit) as error:
@@ -131,9 +137,14 @@ def _call(name: str) -> Task:
         place = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
         at = f" (line {place[-1].lineno} of {Path(place[-1].filename).name})" if place else ""
         raise UsageError(f"task {name} raised {type(error).__name__}: {' '.join(str(error).split())}{at}") from error
-    if not isinstance(task, Task):
-        raise UsageError(f"{function}() in {source} returned {type(task).__name__}: it must return a paceline.Task")
-    return task
+    return _check_task(task, f"{function}() in {source} returned", "it must return")
+
+
+def _check_task(task: Any, found: str, rule: str) -> Task:
+    if isinstance(task, Task):
+        return task
+    hint = "; is a `return` missing?" if task is None else ""
+    raise UsageError(f"{found} {name_type(task)}: {rule} a paceline.Task{hint}")
 
 
 def _make_importable(folder: str) -> None:
