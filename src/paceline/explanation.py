@@ -134,11 +134,12 @@ def _read_frames(text: str) -> list[_Frame]:
 
 def _original(name: str, text: str) -> tuple[str, str]:
     """The name and text of the error that a loader process raised: what follows the last frame, not indented."""
-    last = [*_READ_FRAME.finditer(text)][-1:]
-    lines = text[last[0].end() :].splitlines() if last else []
+    text = text.partition(_LOADER)[2]
+    end = max((frame.end() for frame in _READ_FRAME.finditer(text)), default=0)
+    lines = text[end:].splitlines()
     start = next((i for i, line in enumerate(lines) if line and not line.startswith(" ")), None)
     if start is None:
-        return name, text.partition("\n")[0]
+        return name, ""
     kind, _, said = "\n".join(lines[start:]).partition(": ")
     return kind.strip().rpartition(".")[2] or name, said
 
