@@ -90,7 +90,7 @@ def headline(error: BaseException) -> str:
 
 
 def find_user_frame(error: BaseException) -> str:
-    """The user's own frame that led to this error; "" if there is none."""
+    """The user's own frame that led to this error; "" if not found."""
     for link in _chain(error):
         reported = getattr(link, "explanation", None)
         if isinstance(reported, Explanation):
