@@ -8,7 +8,6 @@ import argparse
 import difflib
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -16,11 +15,12 @@ from typing import Any, NoReturn
 
 from paceline import __version__
 from paceline.dist.launch import INTERRUPTED, start_as_worker
-from paceline.dist.messages import headline, is_lost_contact, send_failure, send_finished
+from paceline.dist.messages import failed_first, is_lost_contact, send_failure, send_finished
 from paceline.dist.place import read_place
 from paceline.dist.process import exit_now, stop_spinning_if_shared
 from paceline.dist.watch import mark_own_process
-from paceline.errors import PacelineError, SampleError, Stopped, UsageError, printable, refuse_exit, unknown
+from paceline.errors import PacelineError, SampleError, Stopped, UsageError, refuse_exit, unknown
+from paceline.explanation import explain
 from paceline.loading import pause_collector
 from paceline.output import close_output, is_terminal, open_output, reader_is_gone, warn
 
@@ -54,6 +54,10 @@ _EXAMPLES = """examples:
 """
 
 
+_TRACEBACK = "--traceback"
+_LINGER_S = 2.0
+
+
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit.
 
@@ -74,8 +78,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a command line and return its exit code. An error is printed as one line, a bug of ours with its traceback."""
-    verb = ""
+    """Run a command line and return its exit code.
+
+    An error is printed as one line and the user's own frame; with its traceback if that is asked for or says more.
+    """
+    verb, whole = "", _TRACEBACK in argv
     try:
         verb, options = _parse(argv)
         if verb in _TRAINING:
@@ -88,12 +95,12 @@ def run(argv: Sequence[str]) -> int:
         return INTERRUPTED
     except BrokenPipeError as error:
         # `train` survives a broken stdout, so there the error comes from the task.
-        return 1 if verb != "train" and reader_is_gone() else _explain(error)
+        return 1 if verb != "train" and reader_is_gone() else _explain(error, whole)
     except Exception as error:
-        return _explain(error)
+        return _explain(error, whole)
 
 
-def _explain(error: Exception) -> int:
+def _explain(error: Exception, whole: bool) -> int:
     """Print what went wrong, once for all workers, and return the exit code."""
     code = error.exit_code if isinstance(error, PacelineError) else 1
     place = None
@@ -103,15 +110,17 @@ def _explain(error: Exception) -> int:
     if place and place.launcher == "paceline" and send_failure(rank, error):
         return code
     prefix = f"paceline: worker {rank}: " if place and place.size > 1 else "paceline: "
-    if isinstance(error, UsageError | Stopped) and not isinstance(error, SampleError) and rank != 0:
-        if isinstance(error, UsageError):
-            time.sleep(2)  # all workers have the same error: let rank 0 print it before the launcher ends it because of us
-    elif isinstance(error, PacelineError):
-        warn(f"{prefix}{error}")
-    elif is_lost_contact(error):
-        warn(f"{prefix}lost contact with another worker: its own error is the cause")
-    else:
-        warn(printable(f"{prefix}failed: {headline(error)}\n{traceback.format_exc()}".rstrip("\n")))
+    known = failed_first(error)
+    shared = isinstance(error, UsageError | Stopped) and not isinstance(error, SampleError)  # these come to all workers
+    first = known if known is not None else rank == 0 or not shared
+    if first:
+        lost = "lost contact with another worker: its own error is the cause"
+        warn(prefix + (lost if is_lost_contact(error) else explain(error).describe(whole=whole)))
+    hosts_store = bool(known and place and rank == 0 and place.launcher != "torchrun")
+    if hosts_store or not (first or isinstance(error, Stopped)):
+        # The launcher may end all workers when one ends: let the first one print its error before. And let the others look into
+        # rank 0's store whether they are the first.
+        time.sleep(_LINGER_S)
     return code
 
 
@@ -156,9 +165,11 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
         added = verbs.add_parser(verb, help=summary, description=summary, allow_abbrev=False)
         if verb == called:
             import_module(module).add_arguments(added)
+            added.add_argument(_TRACEBACK, action="store_true", help="print the whole traceback of an error")
             refuse = added.refuse
     args, rest = parser.parse_known_args(argv)
     if rest:
         refuse(rest[0])
     options = vars(args)
+    del options["traceback"]  # `run` has read it: an error may come before the options are known
     return options.pop("verb"), options

@@ -81,7 +81,7 @@ def refuse_exit() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise PacelineError(describe_exit(error)) from error
+        raise PacelineError(describe_exit(error)) from None  # the text says where
 
 
 def describe_exit(error: SystemExit) -> str:

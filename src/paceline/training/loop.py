@@ -17,9 +17,9 @@ from paceline.core.determinism import deterministic
 from paceline.core.noise import adascale_gain, noise_scale
 from paceline.core.parts import Step
 from paceline.dist.agree import check_agreement
-from paceline.dist.messages import headline
 from paceline.dist.watch import Watch
 from paceline.errors import Diverged, PacelineError, RecordError, Stopped, refuse_exit
+from paceline.explanation import explain, note_record
 from paceline.status import Status
 from paceline.training.build import Run
 from paceline.training.capture.captured import CapturedStep, capture
@@ -58,10 +58,12 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | Stopped)
             status = Status.DIVERGED if isinstance(error, Diverged) else Status.INTERRUPTED if stopped else Status.FAILED
-            result = replace(progress.result, status=status, why=_why(error))
+            about = explain(error)
+            result = replace(progress.result, status=status, why=about.why, where=about.where, traceback=about.traceback)
             for observer in observers:
                 with suppress(PacelineError):  # a full disk must not hide what happened
                     observer.end(result, None)
+                    note_record(error, run.contract.record)
             if isinstance(error, Stopped | Diverged):  # on all workers at once; the first to exit ends the others
                 with suppress(RuntimeError):
                     run.world.barrier()  # so wait until rank 0 has closed its record
@@ -96,13 +98,6 @@ def model_sha256(model: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _why(error: BaseException) -> str:
-    """What the result says about an error: our own text, else one line. The text of a loader's error is a whole traceback."""
-    if isinstance(error, PacelineError):
-        return str(error)
-    return headline(error) if str(error) else type(error).__name__
 
 
 class _Fit:

@@ -13,6 +13,7 @@ from torch import nn
 from paceline.config import Config
 from paceline.contract import Contract
 from paceline.errors import PacelineError, RecordError, UsageError
+from paceline.explanation import explain
 from paceline.output import try_say, warn
 from paceline.records import Record, environment
 from paceline.status import Status
@@ -30,6 +31,11 @@ class Result:
     status: str
     """A `Status`: done, target reached, diverged, interrupted or failed."""
     why: str = ""
+    """One line; "" if the run is done."""
+    where: str = ""
+    """The frame of the user's own code that led to a failure: file, line and function, then the code on a second line."""
+    traceback: str = ""
+    """The whole traceback of a failure."""
     epochs: int = 0
     steps: int = 0
     train_time_s: float = 0.0
@@ -156,7 +162,8 @@ class Recorder:
             if model is not None:
                 self._save(model)
         except BaseException as error:
-            result = replace(result, status=Status.FAILED, why=str(error) or type(error).__name__)
+            about = explain(error)
+            result = replace(result, status=Status.FAILED, why=about.why, where=about.where, traceback=about.traceback)
             raise
         finally:
             self._record.finish(asdict(result))

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import sys
 import sysconfig
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +22,7 @@ from paceline.data.conversion import name_type
 from paceline.data.loaders import Arrays
 from paceline.data.verb import DownloadProgress
 from paceline.errors import PacelineError, UsageError, unknown
+from paceline.explanation import headline
 from paceline.optim import check_optimizer
 from paceline.options import Role
 from paceline.training.task import Task, classify
@@ -133,10 +133,7 @@ def _call(name: str) -> Task:
     except PacelineError:
         raise
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        place = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
-        at = f" (line {place[-1].lineno} of {Path(place[-1].filename).name})" if place else ""
-        raise UsageError(f"task {name} raised {type(error).__name__}: {' '.join(str(error).split())}{at}") from error
+        raise UsageError(f"task {name} raised {headline(error)}") from error  # explain() finds the user's line in the cause
     return _check_task(task, f"{function}() in {source} returned", "it must return")
 
 

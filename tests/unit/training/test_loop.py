@@ -371,7 +371,7 @@ class LoaderError(ValueError):
 @pytest.mark.parametrize(
     ("error", "why"),
     [
-        (LoaderError(), "LoaderError: ValueError: bad"),
+        (LoaderError(), "ValueError: bad"),
         (BrokenPipeError(32, "Broken pipe"), "BrokenPipeError: [Errno 32] Broken pipe"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (PacelineError("one\ntwo"), "one\ntwo"),
