@@ -5,11 +5,12 @@ imports torch only when it runs.
 """
 
 import argparse
-import difflib
+import shutil
 import sys
+import textwrap
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from paceline.dist.place import read_place
 from paceline.dist.process import exit_now
 from paceline.dist.watch import mark_own_process
 from paceline.errors import PacelineError, Stopped, UsageError, printable, refuse_exit, unknown
+from paceline.hints import unknown_flag
 from paceline.loading import pause_collector
 from paceline.output import close_output, is_terminal, open_output, reader_is_gone, warn
 
@@ -119,34 +121,65 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, argument: str) -> NoReturn:
         """Raise the error for an argument that does not exist."""
-        name = argument.partition("=")[0]
-        near = difflib.get_close_matches(name, list(self._option_string_actions), n=1, cutoff=0.5)
-        kind = "flag" if name.startswith("-") else "argument"
-        raise UsageError(f"unknown {kind} {name}: " + (f"did you mean {near[0]}?" if near else f"see {self.prog} --help"))
+        flags, name = self._option_string_actions, argument.partition("=")[0]
+        see = f"{self.prog} {'--help-all' if '--help-all' in flags else '--help'}"
+        raise unknown_flag(name, flags, see) if name.startswith("-") else UsageError(f"unknown argument {name}: see {see}")
 
 
-def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The verb and its options. Only the module of this verb is imported."""
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help as wide as the terminal, up to 110 characters."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=min(shutil.get_terminal_size().columns - 2, 110))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # `--step-at` is one word
+
+
+def make_parser(called: Collection[str]) -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the command line, and those of the verbs. Only the modules of verbs in `called` are imported."""
     parser = Parser(
         prog="paceline",
         description="Train the same PyTorch model on any number of workers, without losing accuracy.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    made: dict[str, Parser] = {}
+    for verb, (module, summary) in VERBS.items():
+        made[verb] = verbs.add_parser(verb, help=summary, description=summary, allow_abbrev=False, formatter_class=_Help)
+        if verb in called:
+            import_module(module).add_arguments(made[verb])
+    return parser, made
+
+
+def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The verb and its options."""
+    argv = _plain(argv)
     called = next((arg for arg in argv if not arg.startswith("-")), None)
     if called is not None and called not in VERBS:
         raise unknown("verb", called, VERBS)
-    refuse = parser.refuse
-    for verb, (module, summary) in VERBS.items():
-        added = verbs.add_parser(verb, help=summary, description=summary, allow_abbrev=False)
-        if verb == called:
-            import_module(module).add_arguments(added)
-            refuse = added.refuse
+    parser, verbs = make_parser([called] if called else [])
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(UsageError.exit_code)
     args, rest = parser.parse_known_args(argv)
     if rest:
-        refuse(rest[0])
+        (verbs[called] if called else parser).refuse(next((arg for arg in rest if arg.startswith("-")), rest[0]))
     options = vars(args)
     return options.pop("verb"), options
+
+
+def _plain(argv: Sequence[str]) -> list[str]:
+    """The arguments, with `help VERB`, `--help VERB` and `version` written as argparse knows them."""
+    match list(argv):
+        case ["help" | "--help" | "-h", str(verb), *more] if not verb.startswith("-"):
+            return [verb, "--help-all" if "--help-all" in more else "--help"]
+        case ["help", *_]:
+            return ["--help"]
+        case ["version" | "-V"]:
+            return ["--version"]
+        case plain:
+            return plain

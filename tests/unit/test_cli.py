@@ -94,8 +94,7 @@ OPTIONS = frozenset(field.name for field in dataclasses.fields(Config))
             "--train-samples is 6001: task fashion-mnist-mini has",
         ),
         (("train", "fashion-mnist-mini", "--crop", "29"), "--crop is 29: images of fashion-mnist-mini are 28 x 28 pixels"),
-        (("train",), "the following arguments are required: task"),
-        ((), "required: VERB"),
+        (("train",), "the following arguments are required: TASK"),
         (("data", "lst"), "invalid choice: 'lst'"),
         (("data", "verify", "fashion-mnist-mni"), "did you mean 'fashion-mnist-mini'?"),
         (("data", "list", "--dat-dir", "x"), "unknown flag --dat-dir: did you mean --data-dir?"),
@@ -104,7 +103,7 @@ OPTIONS = frozenset(field.name for field in dataclasses.fields(Config))
         (("study",), "the following arguments are required: FILE"),
         (("study", "x.toml", "--mni"), "unknown flag --mni: did you mean --mini?"),
         (("rehears", "x"), "unknown verb 'rehears': did you mean 'rehearse'?"),
-        (("rehearse",), "the following arguments are required: task"),
+        (("rehearse",), "the following arguments are required: TASK"),
         (("rehearse", "fashion-mnist-mini", "--epoch", "3"), "unknown flag --epoch: did you mean --epochs?"),
     ],
 )
@@ -292,7 +291,7 @@ def test_only_rank_0_speaks_of_the_users_mistake(capsys, monkeypatch):
     ("argv", "words"),
     [
         (("--help",), ("train", "data", "doctor", "examples:", "--version")),
-        (("train", "--help"), ("task", "--recipe", *(flag(f.name) for f in dataclasses.fields(Config)))),
+        (("train", "--help-all"), ("TASK", "--recipe", *(flag(f.name) for f in dataclasses.fields(Config)))),
         (("data", "--help"), ("list", "fetch", "verify", "--data-dir")),
         (("doctor", "--help"), ("usage: paceline doctor",)),
         (
@@ -300,8 +299,8 @@ def test_only_rank_0_speaks_of_the_users_mistake(capsys, monkeypatch):
             ("FILE", "--runs-dir", "--out", "--seeds", "--set", "--only", "--per-device", "--mini", "--table"),
         ),
         (
-            ("rehearse", "--help"),
-            ("task", "--recipe", "--seeds", "--margin", "--runs-dir", *map(flag, OPTIONS - names_with(Role.STUDY))),
+            ("rehearse", "--help-all"),
+            ("TASK", "--recipe", "--seeds", "--margin", "--runs-dir", *map(flag, OPTIONS - names_with(Role.STUDY))),
         ),
     ],
 )

@@ -24,6 +24,7 @@ from paceline.data.verb import DownloadProgress
 from paceline.errors import PacelineError, UsageError, unknown
 from paceline.optim import check_optimizer
 from paceline.options import Role
+from paceline.settings import Settings, fit_settings
 from paceline.training.task import Task, classify
 
 _MEAN, _DEVIATION = 0.2860, 0.3530  # of Fashion-MNIST's 60,000 training images scaled to [0, 1]
@@ -36,6 +37,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     if name not in _BUILT_IN:
         _locate(name)
         return  # the file may register its own models and optimizers
+    _refuse_settings(name, converted)
     check_optimizer(converted.get("optimizer", Config.optimizer))
     if converted.get("model"):
         models.check(converted["model"])
@@ -45,9 +47,13 @@ def resolve(task: str | Task, options: Mapping[str, Any]) -> tuple[Task, Config]
     """The task, given itself or by name, and its configuration: the task's defaults, overridden by the options."""
     if isinstance(task, str) and task in _BUILT_IN:
         config = make_config(_BUILT_IN[task], options)
+        _refuse_settings(task, vars(config))
         return _images(task, config), config
-    made = _call(task) if isinstance(task, str) else task
-    return made, configure(made, options)
+    if isinstance(task, Task):
+        _refuse_settings(task, options)
+        return task, configure(task, options)
+    made, settings = _call(task, check_options({"set": options.get("set")})["set"])
+    return made, configure(made, {**options, "set": settings} if settings else options)
 
 
 def configure(task: Task, options: Mapping[str, Any]) -> Config:
@@ -55,6 +61,10 @@ def configure(task: Task, options: Mapping[str, Any]) -> Config:
     for key in task.defaults:
         if key in names_with(Role.PLACE):
             raise UsageError(f"task {task.name}: {key!r} says where a run happens: it cannot be one of the task's defaults")
+    if "set" in task.defaults:
+        raise UsageError(
+            f"task {task.name}: 'set' cannot be one of the task's defaults: give the parameters of task() defaults"
+        )
     config = make_config(task.defaults, options)
     for key in options:  # a record's config.toml has all options, most of them with their defaults
         if key in names_with(Role.IMAGES) and getattr(config, key) != getattr(Config, key):
@@ -64,6 +74,12 @@ def configure(task: Task, options: Mapping[str, Any]) -> Config:
     if task.model is None and task.classes < 1:
         raise UsageError(f"task {task.name} has neither a model nor classes: --model needs the number of classes")
     return config
+
+
+def _refuse_settings(task: str | Task, options: Mapping[str, Any]) -> None:
+    for key in options.get("set") or ():
+        what = f"the Task {task.name} is already made" if isinstance(task, Task) else f"task {task} is built in"
+        raise UsageError(f"--set {key}: {what}; --set is for the parameters of task() in a file my_task.py or module:function")
 
 
 def _images(name: str, config: Config) -> Task:
@@ -116,14 +132,15 @@ def _locate(name: str) -> tuple[str, str]:
     raise UsageError(f"{error} (or a file my_task.py with a function task(), or module:function)")
 
 
-def _call(name: str) -> Task:
-    """Run the user's file or import the module, and call the function that makes the task."""
+def _call(name: str, given: Settings) -> tuple[Task, Settings]:
+    """Run the user's file or import the module, and call the function that makes the task: the task, and what it was given."""
     source, function = _locate(name)
     try:
         make = getattr(_import(source), function, None)
         if make is None:
             raise UsageError(f"{source} has no function {function}(): a task file defines task() -> paceline.Task")
-        task = make()
+        settings = fit_settings(make, f"{function}() in {source}", given)
+        task = make(**settings)
     except PacelineError:
         raise
     except (Exception, SystemExit) as error:
@@ -133,7 +150,7 @@ def _call(name: str) -> Task:
         raise UsageError(f"task {name} raised {type(error).__name__}: {' '.join(str(error).split())}{at}") from error
     if not isinstance(task, Task):
         raise UsageError(f"{function}() in {source} returned {type(task).__name__}: it must return a paceline.Task")
-    return task
+    return task, settings
 
 
 def _make_importable(folder: str) -> None:
