@@ -80,7 +80,7 @@ def _add_help_all(parser: argparse.ArgumentParser, uncommon: Mapping[argparse.Ac
     """Add `--help-all`, which also lists the options that are not common, and say so at the end of `--help`."""
     arguments = " ".join(str(action.metavar or action.dest) for action in parser._get_positional_actions())
     parser.usage = f"%(prog)s {arguments} [options]"
-    shown = [action for action in parser._get_optional_actions() if action.help != argparse.SUPPRESS]
+    shown = [action for action in parser._get_optional_actions() if action.help != argparse.SUPPRESS and action.dest != "help"]
     parser.epilog = f"all {len(shown) + len(uncommon)} options: {parser.prog} {arguments} --help-all"
 
     class HelpAll(argparse.Action):
