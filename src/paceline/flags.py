@@ -70,6 +70,15 @@ def to_flags(options: Mapping[str, Any]) -> list[str]:
     return flags
 
 
+def reveal_all(parser: argparse.ArgumentParser) -> None:
+    """Let the help list all options, not just the common ones."""
+    for help_all in parser._actions:
+        if isinstance(help_all, _HelpAll):
+            parser.epilog = None
+            for action, text in help_all.uncommon.items():
+                action.help = text
+
+
 def choices_of(name: str) -> tuple[str, ...]:
     """The values that an option can have, if it is a choice."""
     kind = typing.get_type_hints(Config).get(name)
@@ -82,16 +91,20 @@ def _add_help_all(parser: argparse.ArgumentParser, uncommon: Mapping[argparse.Ac
     parser.usage = f"%(prog)s {arguments} [options]"
     shown = [action for action in parser._get_optional_actions() if action.help != argparse.SUPPRESS and action.dest != "help"]
     parser.epilog = f"all {len(shown) + len(uncommon)} options: {parser.prog} {arguments} --help-all"
+    parser.add_argument("--help-all", action=_HelpAll, uncommon=uncommon)
 
-    class HelpAll(argparse.Action):
-        def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-            for action, text in uncommon.items():
-                action.help = text
-            parser.epilog = None
-            parser.print_help()
-            parser.exit()
 
-    parser.add_argument("--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help="list all options and exit")
+class _HelpAll(argparse.Action):
+    """Print the help of all options and exit."""
+
+    def __init__(self, uncommon: Mapping[argparse.Action, str], **about: Any) -> None:
+        super().__init__(**about, nargs=0, default=argparse.SUPPRESS, help="list all options and exit")
+        self.uncommon = uncommon
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        reveal_all(parser)
+        parser.print_help()
+        parser.exit()
 
 
 class _Set(argparse.Action):
