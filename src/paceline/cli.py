@@ -29,6 +29,7 @@ from paceline.output import close_output, is_terminal, open_output, reader_is_go
 VERBS = {
     "train": ("paceline.training.verb", "Train a task on any number of workers."),
     "scale": ("paceline.scale.verb", "Measure images/s on 1, 2, 4 ... workers, how far that is from linear, and why."),
+    "runs": ("paceline.runs", "List records: status, accuracy, images/s."),
     "report": ("paceline.report.verb", "Write one self-contained HTML page about records, studies and scalings."),
     "board": ("paceline.board.verb", "Show records live in a browser: list, compare and follow runs."),
     "plan": ("paceline.plan.verb", "Predict images/s, time and cost on 1 to 4096 workers of a cluster, from a record."),
@@ -48,6 +49,7 @@ _EXAMPLES = """examples:
   paceline study my_study.toml
   paceline rehearse fashion-mnist --workers 64
   paceline scale fashion-mnist --workers 1,2,4
+  paceline runs
   paceline report runs/demo
   paceline plan runs/my-scale --cluster aws-p5
   paceline data fetch fashion-mnist
