@@ -5,10 +5,11 @@ imports torch only when it runs.
 """
 
 import argparse
-import difflib
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
@@ -21,12 +22,14 @@ from paceline.dist.process import exit_now, stop_spinning_if_shared
 from paceline.dist.watch import mark_own_process
 from paceline.errors import PacelineError, SampleError, Stopped, UsageError, refuse_exit, unknown
 from paceline.explanation import explain
+from paceline.hints import unknown_flag
 from paceline.loading import pause_collector
 from paceline.output import close_output, is_terminal, open_output, reader_is_gone, warn
 
 VERBS = {
     "train": ("paceline.training.verb", "Train a task on any number of workers."),
     "scale": ("paceline.scale.verb", "Measure images/s on 1, 2, 4 ... workers, how far that is from linear, and why."),
+    "runs": ("paceline.runs", "List records: status, accuracy, images/s."),
     "report": ("paceline.report.verb", "Write one self-contained HTML page about records, studies and scalings."),
     "board": ("paceline.board.verb", "Show records live in a browser: list, compare and follow runs."),
     "plan": ("paceline.plan.verb", "Predict images/s, time and cost on 1 to 4096 workers of a cluster, from a record."),
@@ -34,6 +37,7 @@ VERBS = {
     "rehearse": ("paceline.rehearse", "Measure what N workers would do to accuracy, on the one worker you have."),
     "study": ("paceline.study.verb", "Train arms x seeds from a TOML file; print a table with spreads and verdicts."),
     "data": ("paceline.data.verb", "List, fetch or verify the built-in data sets."),
+    "completion": ("paceline.completion", "Print a script that completes commands in bash, zsh or fish."),
     "doctor": ("paceline.doctor.verb", "Check this machine: torch, devices, backends, network, data, a real all-reduce."),
 }
 """The module and the one-line summary of each verb."""
@@ -47,6 +51,7 @@ _EXAMPLES = """examples:
   paceline study my_study.toml
   paceline rehearse fashion-mnist --workers 64
   paceline scale fashion-mnist --workers 1,2,4
+  paceline runs
   paceline report runs/demo
   paceline plan runs/my-scale --cluster aws-p5
   paceline data fetch fashion-mnist
@@ -140,36 +145,67 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, argument: str) -> NoReturn:
         """Raise the error for an argument that does not exist."""
-        name = argument.partition("=")[0]
-        near = difflib.get_close_matches(name, list(self._option_string_actions), n=1, cutoff=0.5)
-        kind = "flag" if name.startswith("-") else "argument"
-        raise UsageError(f"unknown {kind} {name}: " + (f"did you mean {near[0]}?" if near else f"see {self.prog} --help"))
+        flags, name = self._option_string_actions, argument.partition("=")[0]
+        see = f"{self.prog} {'--help-all' if '--help-all' in flags else '--help'}"
+        raise unknown_flag(name, flags, see) if name.startswith("-") else UsageError(f"unknown argument {name}: see {see}")
 
 
-def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The verb and its options. Only the module of this verb is imported."""
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help as wide as the terminal, up to 110 characters."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=min(shutil.get_terminal_size().columns - 2, 110))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # `--step-at` is one word
+
+
+def make_parser(called: Collection[str]) -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the command line, and those of the verbs. Only the modules of verbs in `called` are imported."""
     parser = Parser(
         prog="paceline",
         description="Train the same PyTorch model on any number of workers, without losing accuracy.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    made: dict[str, Parser] = {}
+    for verb, (module, summary) in VERBS.items():
+        made[verb] = verbs.add_parser(verb, help=summary, description=summary, allow_abbrev=False, formatter_class=_Help)
+        if verb in called:
+            import_module(module).add_arguments(made[verb])
+            made[verb].add_argument(_TRACEBACK, action="store_true", help="print the whole traceback of an error")
+    return parser, made
+
+
+def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The verb and its options."""
+    argv = _plain(argv)
     called = next((arg for arg in argv if not arg.startswith("-")), None)
     if called is not None and called not in VERBS:
         raise unknown("verb", called, VERBS)
-    refuse = parser.refuse
-    for verb, (module, summary) in VERBS.items():
-        added = verbs.add_parser(verb, help=summary, description=summary, allow_abbrev=False)
-        if verb == called:
-            import_module(module).add_arguments(added)
-            added.add_argument(_TRACEBACK, action="store_true", help="print the whole traceback of an error")
-            refuse = added.refuse
+    parser, verbs = make_parser([called] if called else [])
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(UsageError.exit_code)
     args, rest = parser.parse_known_args(argv)
     if rest:
-        refuse(rest[0])
+        (verbs[called] if called else parser).refuse(next((arg for arg in rest if arg.startswith("-")), rest[0]))
     options = vars(args)
     del options["traceback"]  # `run` has read it: an error may come before the options are known
     return options.pop("verb"), options
+
+
+def _plain(argv: Sequence[str]) -> list[str]:
+    """The arguments, with `help VERB`, `--help VERB` and `version` written as argparse knows them."""
+    match list(argv):
+        case ["help" | "--help" | "-h", str(verb), *more] if not verb.startswith("-"):
+            return [verb, "--help-all" if "--help-all" in more else "--help"]
+        case ["help", *_]:
+            return ["--help"]
+        case ["version" | "-V"]:
+            return ["--version"]
+        case plain:
+            return plain

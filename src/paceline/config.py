@@ -14,7 +14,9 @@ from functools import cache, partial
 from typing import Any, Literal
 
 from paceline.errors import UsageError, unknown
+from paceline.hints import unknown_key
 from paceline.options import RemembersGiven, Role, copied, option, option_of
+from paceline.settings import Settings, make_settings
 from paceline.values import check_record_name, parse_every, parse_fractions, short
 from paceline.values import flag as flag
 
@@ -35,16 +37,16 @@ class Config(RemembersGiven):
     keeps this, but counts only values that it changes; two Configs with equal options are equal, however they were made.
     """
 
-    workers: int | None = _place(None, Role.TIMING, Role.LAUNCH, Role.PLACE, at_least=1, at_most=4096)
+    workers: int | None = _place(None, Role.TIMING, Role.LAUNCH, Role.PLACE, Role.COMMON, at_least=1, at_most=4096)
     """Workers to start on this node, each on its own GPU, or on the CPU if there is no GPU (default 1). Not needed under
     torchrun, srun or mpirun, which start the workers themselves."""
-    virtual_workers: int | None = _place(None, Role.MODEL, Role.LAUNCH, Role.SEVERAL_PARTS, at_least=1)
+    virtual_workers: int | None = _place(None, Role.MODEL, Role.LAUNCH, Role.SEVERAL_PARTS, Role.COMMON, at_least=1)
     """V: split every step into V parts, each computed as one worker would (default: one part per worker). The model depends on
     V, not on how many workers, from 1 to V, compute it."""
     parts_at_once: int = _place(0, Role.ROUNDING, at_least=0)
     """Parts that a worker runs in one forward pass, with separate batch-norm statistics for each (0: all its parts, or one
     after the other if the model needs that; 1 uses the least memory)."""
-    reduce: Literal["fast", "exact"] = _place("fast", Role.MODEL)
+    reduce: Literal["fast", "exact"] = _place("fast", Role.MODEL, Role.COMMON)
     """fast: DDP's overlapped averaging. exact: sums that do not depend on their order, so that the model has the same bits on
     any number of workers."""
     nodes: int = _place(1, Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, at_least=1)
@@ -64,10 +66,12 @@ class Config(RemembersGiven):
     grace_s: float = _place(20.0, Role.OPERATION, Role.LAUNCH, at_least=0, at_most=10_000_000)
     """Seconds after SIGTERM or Ctrl-C to finish the step and write a checkpoint."""
 
-    model: str = _data("", Role.MODEL, metavar="NAME")
+    model: str = _data("", Role.MODEL, Role.COMMON, metavar="NAME")
     """NAME or NAME:key=value,key=value: linear, mlp, cnn, resnet, wide_resnet, course_wide_resnet (default: the task's)."""
-    data_dir: str = _data("", Role.TIMING, Role.IMAGES)
+    data_dir: str = _data("", Role.TIMING, Role.IMAGES, Role.COMMON)
     """Folder to search for the data first."""
+    set: Settings = _data(Settings(), Role.MODEL, Role.COMMON, metavar="KEY=VALUE")  # noqa: RUF009 (it cannot change)
+    """A value for a parameter of task() in your task file, such as --set width=64; repeatable."""
     train_samples: int = _data(0, Role.MODEL, at_least=0)
     """Train on the first N samples only (0: all)."""
     pixels: Literal["standard", "unit"] = _data("standard", Role.MODEL, Role.IMAGES)
@@ -84,15 +88,15 @@ class Config(RemembersGiven):
     loader_workers: int = _data(2, Role.OPERATION, at_least=0, at_most=1024)
     """DataLoader processes per worker when streaming."""
 
-    reference_batch: int = _batch(128, Role.MODEL, Role.METHOD, at_least=1)
+    reference_batch: int = _batch(128, Role.MODEL, Role.METHOD, Role.COMMON, at_least=1)
     """The batch on one worker for which base_lr is known to work."""
-    global_batch: int | None = _batch(None, Role.MODEL, Role.LAUNCH, Role.SEVERAL_PARTS, at_least=1)
+    global_batch: int | None = _batch(None, Role.MODEL, Role.LAUNCH, Role.SEVERAL_PARTS, Role.COMMON, at_least=1)
     """Samples per step over all workers (default: reference_batch for each virtual worker)."""
     accumulate: int = _batch(1, Role.MODEL, Role.METHOD, at_least=1)
     """Split each part of a step into N micro-batches (less memory, same step)."""
-    optimizer: str = _batch("sgd", Role.MODEL, Role.METHOD, metavar="NAME")
+    optimizer: str = _batch("sgd", Role.MODEL, Role.METHOD, Role.COMMON, metavar="NAME")
     """sgd, adamw, lars, lamb, novograd or muon."""
-    base_lr: float = _batch(0.05, Role.MODEL, Role.METHOD, more_than=0)
+    base_lr: float = _batch(0.05, Role.MODEL, Role.METHOD, Role.COMMON, more_than=0)
     """The learning rate at reference_batch."""
     lr_rule: Literal["linear", "sqrt", "none", "adascale"] = _batch("linear", Role.MODEL, Role.METHOD)
     """How the learning rate grows with k = global_batch / reference_batch. adascale: by a gain between 1 and k that each step
@@ -142,7 +146,9 @@ class Config(RemembersGiven):
     measure_noise: bool = _batch(False, Role.MODEL, Role.SEVERAL_PARTS)
     """Measure the gradient noise scale from the parts: the global batch beyond which more workers stop paying off."""
 
-    schedule: Literal["constant", "linear", "cosine", "one-cycle", "step"] = _schedule("one-cycle", Role.MODEL, Role.METHOD)
+    schedule: Literal["constant", "linear", "cosine", "one-cycle", "step"] = _schedule(
+        "one-cycle", Role.MODEL, Role.METHOD, Role.COMMON
+    )
     """The learning rate after warm-up: constant, falling to 0 (linear, cosine), up and down again (one-cycle), or dropping at
     --step-at (step)."""
     schedule_by: Literal["step", "epoch"] = _schedule("step", Role.MODEL, Role.METHOD)
@@ -160,7 +166,7 @@ class Config(RemembersGiven):
     step_factor: float = _schedule(0.1, Role.MODEL, Role.METHOD, at_least=0)
     """What the step schedule multiplies the learning rate by at each drop."""
 
-    epochs: int = _run(5, Role.MODEL, at_least=1)
+    epochs: int = _run(5, Role.MODEL, Role.COMMON, at_least=1)
     """Epochs to train, at most."""
     max_steps: int = _run(0, Role.MODEL, Role.WHOLE_RUN, at_least=0)
     """Stop after N steps (0: no limit)."""
@@ -168,13 +174,13 @@ class Config(RemembersGiven):
     """Stop when validation accuracy reaches this (0: no target) in --patience epochs in a row."""
     patience: int = _run(1, Role.TIMING, Role.WHOLE_RUN, at_least=1)
     """How many epochs in a row must reach --target-accuracy."""
-    precision: Literal["auto", "fp32", "bf16"] = _run("auto", Role.MODEL)
+    precision: Literal["auto", "fp32", "bf16"] = _run("auto", Role.MODEL, Role.COMMON)
     """bf16 runs the forward pass under autocast; weights and optimizer stay fp32. auto: bf16 on devices made for it."""
     fast: Literal["auto", "on", "off"] = _run("auto", Role.ROUNDING)
     """The fast step: channels-last convolutions, fused optimizers and, on a GPU, the whole step as one CUDA graph, compiled if
     the run is long enough for that to pay off (on: always, but never in exact mode). If a model does not allow it, a line says
     why."""
-    seed: int = _run(0, Role.MODEL, Role.STUDY, at_least=0, at_most=2**64 - 1)  # keys have 64 bits
+    seed: int = _run(0, Role.MODEL, Role.STUDY, Role.COMMON, at_least=0, at_most=2**64 - 1)  # keys have 64 bits
     """All randomness follows from this number."""
     eval_batch: int = _run(0, Role.MODEL, at_least=0)
     """Samples per forward pass in validation (0: 250, or 1000 on a GPU)."""
@@ -183,9 +189,13 @@ class Config(RemembersGiven):
 
     runs_dir: str = _record("runs", Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY)
     """Folder for the records."""
-    name: str = _record("", Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, parse=check_record_name)
+    name: str = _record(
+        "", Role.OPERATION, Role.LAUNCH, Role.PLACE, Role.START, Role.STUDY, Role.COMMON, parse=check_record_name
+    )
     """Name of the record (default: task, date and time). If the name is taken, a number is added."""
-    resume: str = _record("", Role.OPERATION, Role.LAUNCH, Role.START, Role.STUDY, Role.WHOLE_RUN, metavar="RECORD")
+    resume: str = _record(
+        "", Role.OPERATION, Role.LAUNCH, Role.START, Role.STUDY, Role.WHOLE_RUN, Role.COMMON, metavar="RECORD"
+    )
     """Continue a record, given by its folder or name, from its last checkpoint. Without a value: the record called --name, or
     this task's newest unfinished record; if there is no such record, start a new run."""
     checkpoint_every: str = _record("60s", Role.OPERATION, parse=parse_every, metavar="N|Xs")
@@ -205,6 +215,7 @@ class Config(RemembersGiven):
     def __post_init__(self, replaces: Any) -> None:
         for field in dataclasses.fields(self):
             option_of(field).check(field.name, getattr(self, field.name))
+        object.__setattr__(self, "set", make_settings({} if self.set is None else self.set))
         if self.nesterov and not self.momentum and self.optimizer in ("sgd", "muon"):
             object.__setattr__(self, "nesterov", False)  # without momentum it is plain SGD
         for name, usual in zip(("beta1", "beta2"), _BETAS.get(self.optimizer, (0.9, 0.999)), strict=True):
@@ -259,13 +270,19 @@ def make_config(*layers: Mapping[str, Any]) -> Config:
 
 
 def merge_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge layers of options; later layers win. A warm-up in steps replaces one in epochs, and the other way around."""
+    """Merge layers of options; later layers win.
+
+    A warm-up in steps replaces one in epochs, and the other way around. Settings are merged key by key.
+    """
     merged: dict[str, Any] = {}
     for layer in layers:
+        settings = [each for each in (merged.get("set"), layer.get("set")) if isinstance(each, Mapping)]
         for name, other in (("warmup_epochs", "warmup_steps"), ("warmup_steps", "warmup_epochs")):
             if name in layer or layer.get("schedule") == "one-cycle":
                 merged.pop(other, None)
         merged |= layer
+        if len(settings) == 2:
+            merged["set"] = {**settings[0], **settings[1]}
     return merged
 
 
@@ -279,7 +296,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     converted = {}
     for key, value in options.items():
         if key not in fields:
-            raise unknown("key", key, fields)
+            raise unknown_key(key, fields)
         converted[key] = _convert(key, value, kinds[key])
         option_of(fields[key]).check(key, converted[key])
     return converted
@@ -291,6 +308,8 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
         if value is None:
             return None
         kind = next(member for member in typing.get_args(kind) if member is not type(None))
+    if kind is Settings:
+        return make_settings({} if value is None else value)
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if value not in choices:

@@ -51,6 +51,8 @@ class Contract:
     seed: int
     loader: str
     record: str
+    settings: str = ""
+    """The values of `--set`, for the task's function."""
     resumed_at: int | None = None
     """The step that a resumed run continues from."""
 
@@ -120,6 +122,7 @@ def _resumed(record: str, resumed_at: int, total_steps: int) -> str:
 _LINES: dict[str, Callable[..., str]] = {
     "resumed": _resumed,
     "task": _task,
+    "settings": lambda settings: f"{settings}",
     "data": lambda data, loader: f"{data} ({loader})",
     "model": lambda model, parameters: f"{model}, {parameters:,} parameters",
     "reference": lambda reference_batch, base_lr: f"batch {reference_batch:,} at lr {base_lr:g}",

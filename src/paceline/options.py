@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, Self, cast
 
 from paceline.errors import UsageError
+from paceline.hints import unknown_key
 from paceline.values import check_text, flag, short
 
 
@@ -33,6 +34,7 @@ class Role(StrEnum):
     SEVERAL_PARTS = "needs a step of several parts: the one worker that a rehearsal compares with cannot have it"
     IMAGES = "for built-in image tasks only: a user's own task prepares its own data and loss"
     WHOLE_RUN = "for a run that trains to its end: `paceline scale` stops after some windows of steps"
+    COMMON = "most runs need it: `--help` lists it; the other options are in `--help-all`"
 
 
 EFFECTS = frozenset((Role.MODEL, Role.ROUNDING, Role.TIMING, Role.OPERATION))
@@ -103,6 +105,10 @@ class RemembersGiven:
     given: frozenset[str]
 
     def __new__(cls, **options: Any) -> Self:
+        known = [name for name in getattr(cls, "__dataclass_fields__", {}) if name != "replaces"]
+        for name in options:
+            if name not in known and name != "replaces":
+                raise unknown_key(name, known)
         self, old = super().__new__(cls), options.pop("replaces", None)
         passed = {name: value for name, value in options.items() if value is not None}
         if old is not None:

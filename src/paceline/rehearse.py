@@ -50,7 +50,7 @@ def run(options: dict[str, Any]) -> int:
     """Train the arms, print the table and the verdict, write the recipe."""
     task, recipe = options.pop("task"), options.pop("recipe", None)
     seeds, margin, per_device = options.pop("seeds", "3"), options.pop("margin", 0.005), options.pop("per_device", 1)
-    options = {**read_base(recipe), **options} if recipe else options
+    options = merge_options(read_base(recipe), options) if recipe else options
     runs_dir = str(options.pop("runs_dir", Config.runs_dir))
     study, workers = make_rehearsal(task, options, seeds=parse_seeds(str(seeds)), margin=margin)
     place = read_place()

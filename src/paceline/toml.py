@@ -13,6 +13,7 @@ import tomli_w
 
 from paceline.config import Config
 from paceline.errors import UsageError, unknown
+from paceline.hints import unknown_key
 from paceline.values import short
 
 _MOST_BYTES = 1_000_000
@@ -58,7 +59,7 @@ def read_recipe(name: str) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(Config)}
     for key in options:
         if key not in known:
-            raise UsageError(f"recipe {name}: {unknown('key', key, known)}")
+            raise UsageError(f"recipe {name}: {unknown_key(key, known)}")
     return options
 
 
@@ -70,4 +71,4 @@ def packaged_recipes() -> dict[str, Path]:
 def to_toml(config: Config, without: Collection[str] = ()) -> str:
     """The options, except those named in `without`, as TOML. `--recipe` reads all of them back to an equal Config."""
     options = {name: value for name, value in dataclasses.asdict(config).items() if name not in without}
-    return tomli_w.dumps({name: value for name, value in options.items() if value is not None})
+    return tomli_w.dumps({name: value for name, value in options.items() if value is not None and value != {}})

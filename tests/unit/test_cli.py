@@ -96,8 +96,7 @@ OPTIONS = frozenset(field.name for field in dataclasses.fields(Config))
             "--train-samples is 6001: task fashion-mnist-mini has",
         ),
         (("train", "fashion-mnist-mini", "--crop", "29"), "--crop is 29: images of fashion-mnist-mini are 28 x 28 pixels"),
-        (("train",), "the following arguments are required: task"),
-        ((), "required: VERB"),
+        (("train",), "the following arguments are required: TASK"),
         (("data", "lst"), "invalid choice: 'lst'"),
         (("data", "verify", "fashion-mnist-mni"), "did you mean 'fashion-mnist-mini'?"),
         (("data", "list", "--dat-dir", "x"), "unknown flag --dat-dir: did you mean --data-dir?"),
@@ -106,7 +105,7 @@ OPTIONS = frozenset(field.name for field in dataclasses.fields(Config))
         (("study",), "the following arguments are required: FILE"),
         (("study", "x.toml", "--mni"), "unknown flag --mni: did you mean --mini?"),
         (("rehears", "x"), "unknown verb 'rehears': did you mean 'rehearse'?"),
-        (("rehearse",), "the following arguments are required: task"),
+        (("rehearse",), "the following arguments are required: TASK"),
         (("rehearse", "fashion-mnist-mini", "--epoch", "3"), "unknown flag --epoch: did you mean --epochs?"),
     ],
 )
@@ -210,7 +209,7 @@ def test_a_broken_task_file_is_one_line_and_the_users_own(capsys, runs, text, wo
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("def task():\n    return 3", "task() in my_task.py returned int: it must return a paceline.Task"),
+        ("def task():\n    return 3", "task() in my_task.py returned an int: it must return a paceline.Task"),
         ("def tsk():\n    return 3", "my_task.py has no function task()"),
     ],
 )
@@ -382,7 +381,7 @@ def test_of_workers_that_others_started_the_one_that_failed_first_speaks(capsys,
     ("argv", "words"),
     [
         (("--help",), ("train", "data", "doctor", "examples:", "--version")),
-        (("train", "--help"), ("task", "--recipe", *(flag(f.name) for f in dataclasses.fields(Config)))),
+        (("train", "--help-all"), ("TASK", "--recipe", *(flag(f.name) for f in dataclasses.fields(Config)))),
         (("data", "--help"), ("list", "fetch", "verify", "--data-dir")),
         (("doctor", "--help"), ("usage: paceline doctor",)),
         (
@@ -390,8 +389,8 @@ def test_of_workers_that_others_started_the_one_that_failed_first_speaks(capsys,
             ("FILE", "--runs-dir", "--out", "--seeds", "--set", "--only", "--per-device", "--mini", "--table"),
         ),
         (
-            ("rehearse", "--help"),
-            ("task", "--recipe", "--seeds", "--margin", "--runs-dir", *map(flag, OPTIONS - names_with(Role.STUDY))),
+            ("rehearse", "--help-all"),
+            ("TASK", "--recipe", "--seeds", "--margin", "--runs-dir", *map(flag, OPTIONS - names_with(Role.STUDY))),
         ),
     ],
 )

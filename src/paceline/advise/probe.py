@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, check_options, flag, make_config
+from paceline.config import Config, check_options, flag, make_config, merge_options
 from paceline.errors import UsageError
 from paceline.records import find_record, name_for
 from paceline.toml import read_recipe
@@ -33,7 +33,7 @@ def find_or_train(target: str, options: Mapping[str, Any], recipe: str | None = 
             return path
     if "/" in target and ":" not in target and not target.endswith(".py"):
         find_record(target, str(runs_dir))  # not a task: the error lists the records
-    return train_probe(target, {**read_recipe(recipe), **options} if recipe else options)
+    return train_probe(target, merge_options(read_recipe(recipe), options) if recipe else options)
 
 
 def train_probe(task: str, options: Mapping[str, Any]) -> Path:

@@ -252,7 +252,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-_OWN = ("board.css", "rows.js", "board.js")
+_OWN = ("board.css", "columns.js", "address.js", "lines.js", "rows.js", "board.js")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

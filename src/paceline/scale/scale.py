@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, flag, make_config, names_with
+from paceline.config import Config, flag, make_config, merge_options, names_with
 from paceline.dist.launch import WorkerFailed, launch
 from paceline.dist.place import core_count, read_place
 from paceline.errors import RecordError, UsageError, reason
@@ -37,7 +37,7 @@ def scale_verb(given: Mapping[str, Any]) -> int:
     options = dict(given)
     task, recipe = options.pop("task"), options.pop("recipe", None)
     how = {name: options.pop(name) for name in _OWN}
-    options = {**_of_recipe(read_recipe(recipe), how["mode"]), **options} if recipe else options
+    options = merge_options(_of_recipe(read_recipe(recipe), how["mode"]), options) if recipe else options
     counts = parse_counts(str(options.pop("workers", "")))
     _check(options, how)
     place = read_place()

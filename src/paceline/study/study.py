@@ -28,6 +28,7 @@ from paceline.config import Config, check_options, merge_options, names_with
 from paceline.dist.place import read_place
 from paceline.errors import UsageError, unknown
 from paceline.options import Role
+from paceline.settings import parse_setting
 from paceline.study.results import read_results, table
 from paceline.study.runs import RunSpec
 from paceline.study.slots import do_runs, work_as_slot
@@ -166,6 +167,9 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
         key = key.strip().removeprefix("--").replace("-", "_")
         if not equals:
             raise UsageError(f"--set {setting}: it must be key=value, such as --set epochs=3")
+        if key.startswith("set."):
+            options["set"] = {**options.get("set", {}), **parse_setting(f"{key.removeprefix('set.')}={text}")}
+            continue
         is_flag = isinstance(getattr(Config, key, None), bool)
         options[key] = {"true": True, "false": False}.get(text.lower(), text) if is_flag else text
     with _naming("--set"):
@@ -216,6 +220,7 @@ def list_runs(study: Study) -> list[RunSpec]:
     from paceline.training.terms import check_comparable
 
     resolved: dict[str, dict[str, Any]] = {}
+    given: dict[str, dict[str, Any]] = {}
     for arm in study.arms:
         with _naming(f"{study.source}, arm {arm.name!r}"):
             tasks.check(study.task, arm.options)
@@ -227,12 +232,17 @@ def list_runs(study: Study) -> list[RunSpec]:
             check_parts(parts, workers)
             check_divides(config.global_batch or config.reference_batch * parts, parts)
             check_comparable(config, parts)
-            resolved[arm.name] = vars(config)
+            resolved[arm.name], given[arm.name] = vars(config), _with_settings(arm.options, config)
     return [
-        RunSpec(arm.name, seed, f"{arm.slug}-seed{seed}", study.task, dict(arm.options), {**resolved[arm.name], "seed": seed})
+        RunSpec(arm.name, seed, f"{arm.slug}-seed{seed}", study.task, given[arm.name], {**resolved[arm.name], "seed": seed})
         for seed in study.seeds
         for arm in study.arms
     ]
+
+
+def _with_settings(options: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """An arm's options, with its settings as its task converted them: as JSON, text of the command line would be just text."""
+    return {**options, **({"set": config.set} if config.set else {})}
 
 
 def _small_batches(options: Mapping[str, Any]) -> dict[str, int]:

@@ -13,7 +13,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", default="", metavar="N", help="N seeds (3) or these (0,5,7), instead of those in the file")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="an option for all arms; repeatable"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="settings",
+        help="an option for all arms (epochs=3), or a parameter of task() (set.width=64); repeatable",
     )
     parser.add_argument("--only", action="append", default=[], metavar="ARM", help="run only this arm; repeatable")
     parser.add_argument("--per-device", default=1, type=int, metavar="N", help="runs at once on each GPU, or on the CPU [1]")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, make_config, names_with
+from paceline.config import Config, make_config, merge_options, names_with
 from paceline.core.deal import check_parts
 from paceline.core.sampler import check_divides
 from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, WorkerFailed, launch
@@ -70,7 +70,7 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
             earlier = _find_earlier(task, launched, place)
             if earlier.result is not None:
                 return Result.read(earlier.result)
-            options = {**earlier.options, **options, "resume": earlier.record}
+            options = {**merge_options(earlier.options, options), "resume": earlier.record}
             launched = _launch_config(options)
         if _needs_launcher(launched):
             return _train_in_workers(task, options, launched)
@@ -83,7 +83,7 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
             return Result.read(earlier.result)
         if earlier.options.get("precision") and options.get("precision") == "auto":
             options = {**options, "precision": earlier.options["precision"]}  # what auto chose when the run started
-        made, config = tasks.resolve(task, {**earlier.options, **options})
+        made, config = tasks.resolve(task, merge_options(earlier.options, options))
         check_unchanged(earlier.options, config)
         if config.tracker == "tensorboard":
             check_tensorboard()

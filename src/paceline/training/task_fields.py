@@ -120,6 +120,8 @@ def check_defaults(name: str, defaults: Any) -> dict[str, Any]:
             raise UsageError(f"task {name}: defaults has the key {short(repr(key))}: keys are options, as in {{'epochs': 10}}")
         if key in names_with(Role.PLACE):
             raise UsageError(f"task {name}: {key!r} says where a run happens: it cannot be one of the task's defaults")
+        if key == "set":
+            raise UsageError(f"task {name}: 'set' cannot be one of the task's defaults: give the parameters of task() defaults")
     try:
         check_options(defaults)
     except UsageError as error:

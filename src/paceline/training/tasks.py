@@ -25,6 +25,7 @@ from paceline.errors import PacelineError, UsageError, unknown
 from paceline.explanation import headline
 from paceline.optim import check_optimizer
 from paceline.options import Role
+from paceline.settings import Settings, fit_settings
 from paceline.training.task import Task, classify
 
 _MEAN, _DEVIATION = 0.2860, 0.3530  # of Fashion-MNIST's 60,000 training images scaled to [0, 1]
@@ -37,6 +38,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     if name not in _BUILT_IN:
         _locate(name)
         return  # the file may register its own models and optimizers
+    _refuse_settings(name, converted)
     check_optimizer(converted.get("optimizer", Config.optimizer))
     if converted.get("model"):
         models.check(converted["model"])
@@ -46,9 +48,14 @@ def resolve(task: str | Task, options: Mapping[str, Any]) -> tuple[Task, Config]
     """The task, given itself or by name, and its configuration: the task's defaults, overridden by the options."""
     if isinstance(task, str) and task in _BUILT_IN:
         config = make_config(_BUILT_IN[task], options)
+        _refuse_settings(task, vars(config))
         return _images(task, config), config
-    made = _call(task) if isinstance(task, str) else _check_task(task, "paceline.train got", "give")
-    return made, configure(made, options)
+    if not isinstance(task, str):
+        made = _check_task(task, "paceline.train got", "give")
+        _refuse_settings(made, options)
+        return made, configure(made, options)
+    made, settings = _call(task, check_options({"set": options.get("set")})["set"])
+    return made, configure(made, {**options, "set": settings} if settings else options)
 
 
 def configure(task: Task, options: Mapping[str, Any]) -> Config:
@@ -70,6 +77,12 @@ def configure(task: Task, options: Mapping[str, Any]) -> Config:
             " measured; give it validation=..., or leave --target-accuracy out"
         )
     return config
+
+
+def _refuse_settings(task: str | Task, options: Mapping[str, Any]) -> None:
+    for key in options.get("set") or ():
+        what = f"the Task {task.name} is already made" if isinstance(task, Task) else f"task {task} is built in"
+        raise UsageError(f"--set {key}: {what}; --set is for the parameters of task() in a file my_task.py or module:function")
 
 
 def _images(name: str, config: Config) -> Task:
@@ -122,19 +135,23 @@ def _locate(name: str) -> tuple[str, str]:
     raise UsageError(f"{error} (or a file my_task.py with a function task(), or module:function)")
 
 
-def _call(name: str) -> Task:
-    """Run the user's file or import the module, and call the function that makes the task."""
+def _call(name: str, given: Settings) -> tuple[Task, Settings]:
+    """Run the user's file or import the module, and call the function that makes the task: the task, and what it was given."""
     source, function = _locate(name)
     try:
         make = getattr(_import(source), function, None)
         if make is None:
             raise UsageError(f"{source} has no function {function}(): a task file defines task() -> paceline.Task")
-        task = make if isinstance(make, Task) else make()
+        if isinstance(make, Task):
+            _refuse_settings(make, {"set": given})
+            return make, given
+        settings = fit_settings(make, f"{function}() in {source}", given)
+        task = make(**settings)
     except PacelineError:
         raise
     except (Exception, SystemExit) as error:
         raise UsageError(f"task {name} raised {headline(error)}") from error  # explain() finds the user's line in the cause
-    return _check_task(task, f"{function}() in {source} returned", "it must return")
+    return _check_task(task, f"{function}() in {source} returned", "it must return"), settings
 
 
 def _check_task(task: Any, found: str, rule: str) -> Task:

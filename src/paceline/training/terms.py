@@ -9,6 +9,7 @@ from paceline.core.sampler import Sampler
 from paceline.core.schedules import Schedule, make_schedule
 from paceline.dist.world import World, describe_devices
 from paceline.errors import UsageError
+from paceline.settings import write_setting
 
 
 def make_steps(config: Config, world: World, samples: int) -> tuple[Sampler, Schedule]:
@@ -68,6 +69,7 @@ def make_contract(config: Config, world: World, sampler: Sampler, schedule: Sche
         epochs=config.epochs,
         total_steps=schedule.total_steps,
         seed=config.seed,
+        settings=" ".join(write_setting(key, value) for key, value in config.set.items()),
         **about,
     )
 

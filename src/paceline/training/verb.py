@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from paceline.config import check_options
+from paceline.config import check_options, merge_options
 from paceline.flags import add_flags, add_task
 from paceline.toml import read_recipe
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: dict[str, Any]) -> int:
     """Train a task with these options."""
     task, recipe = options.pop("task"), options.pop("recipe")
-    options = {**read_recipe(recipe), **options} if recipe else options
+    options = merge_options(read_recipe(recipe), options) if recipe else options
     check_options(options)  # report a mistake before torch is loaded
     from paceline.training.run import train
 

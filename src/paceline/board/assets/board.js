@@ -1,7 +1,10 @@
 // The board: selection, sorting and filtering (all kept in the URL), and a stream of events that keeps the page up to date.
-// rows.js draws the list; the report's scripts (window.Paceline) draw the selected runs.
+// lines.js groups, sorts and filters the records, rows.js draws the list; the report's scripts (window.Paceline) draw the selected runs.
 
-import { COLUMNS, makeRows } from "./rows.js";
+import { makeAddress, readAddress } from "./address.js";
+import { COLUMNS, metricOf } from "./columns.js";
+import { commonMetric, findNewest, makeLines } from "./lines.js";
+import { makeRows } from "./rows.js";
 
 const { color, commas, key, node, unitOf } = window.Paceline;
 
@@ -11,38 +14,33 @@ const PATIENCE_MS = 60000; // a hidden page closes its connection after this: br
 const $ = (id) => document.getElementById(id);
 const runs = new Map(); // id -> summary
 const sources = new Map(); // id -> record, of the selected runs
-const state = { run: [], sort: { key: "when", way: -1 }, q: "", status: "", x: "" };
+const state = readAddress(MOST);
+const folded = new Map(); // id -> whether the user opened or closed this group, under the current filter
 let pending = 0;
 let since = "";
 let stream = null;
 let drawn = false;
 let headline = "";
 let listed = false; // whether the list has arrived
+let warning = ""; // about the user's last action
 let lost = ""; // the selected runs that are missing
 let first = true; // whether the newest run may be selected, because the user selected none
 
-const list = makeRows($("rows"), { toggle, only, sort: sortBy });
+const list = makeRows($("rows"), { toggle: toggleLine, only: onlyLine, fold, sort: sortBy, link });
 
 // --- the URL
 
-function readAddress() {
-  const said = new URLSearchParams(location.hash.slice(1));
-  const key = (said.get("sort") || "-when").replace(/^-/, "");
-  state.run = [...new Set(said.getAll("run"))].slice(0, MOST);
-  state.sort = { key: COLUMNS.some((column) => column.key === key) ? key : "when", way: (said.get("sort") || "-when").startsWith("-") ? -1 : 1 };
-  state.q = said.get("q") || "";
-  state.status = said.get("status") || "";
-  state.x = said.get("x") || "";
+function useAddress() {
+  Object.assign(state, readAddress(MOST));
   $("filter").value = state.q;
 }
 
 function writeAddress() {
-  const said = new URLSearchParams();
-  for (const id of state.run) said.append("run", id);
-  const sort = (state.sort.way < 0 ? "-" : "") + state.sort.key;
-  if (sort !== "-when") said.set("sort", sort);
-  for (const name of ["q", "status", "x"]) if (state[name]) said.set(name, state[name]);
-  history.replaceState(null, "", `${location.pathname}#${said}`); // without the token, which is now in a cookie
+  history.replaceState(null, "", location.pathname + makeAddress(state)); // without the token, which is now in a cookie
+}
+
+function link(line) {
+  return makeAddress({ ...state, run: runs.has(line.id) ? [line.id] : line.members.slice(0, MOST) });
 }
 
 // --- user actions
@@ -50,18 +48,49 @@ function writeAddress() {
 function toggle(id) {
   const chosen = state.run.includes(id);
   if (!chosen && state.run.length >= MOST) {
-    say(`At most ${MOST} runs can be compared: remove one first`);
-    drawList();
+    warn(`At most ${MOST} runs can be compared: remove one first`);
     return;
   }
   choose(chosen ? state.run.filter((each) => each !== id) : [...state.run, id]);
 }
 
-function only(id) {
-  choose([id]);
+/** Select or deselect a run; of a group, all its runs. */
+function toggleLine(line) {
+  if (!line.members) {
+    toggle(line.id);
+    return;
+  }
+  const rest = state.run.filter((id) => !line.members.includes(id) && id !== line.id);
+  const added = line.members.slice(0, Math.max(0, MOST - rest.length));
+  choose(line.members.every((id) => state.run.includes(id)) || !added.length ? rest : [...rest, ...added]);
+  if (added.length < line.members.length) warn(`At most ${MOST} runs can be compared: ${added.length} of these ${line.members.length} are selected`);
+}
+
+/** Show only this record. A folder without a record of its own opens instead. */
+function onlyLine(line) {
+  if (runs.has(line.id)) choose([line.id]);
+  else fold(line, !line.open);
+}
+
+function fold(line, open) {
+  folded.set(line.id, open);
+  if (!isFiltered()) {
+    state.open = open ? [...new Set([...state.open, line.id])] : state.open.filter((id) => id !== line.id);
+    writeAddress();
+  }
+  drawList();
+}
+
+function isFiltered() {
+  return state.q.trim() !== "" || state.status !== "";
+}
+
+function isOpen(id, otherwise) {
+  return folded.has(id) ? folded.get(id) : otherwise || state.open.includes(id);
 }
 
 function choose(ids) {
+  warning = "";
   state.run = ids;
   for (const id of sources.keys()) if (!ids.includes(id)) sources.delete(id);
   writeAddress();
@@ -72,27 +101,27 @@ function choose(ids) {
 
 function sortBy(key) {
   const column = COLUMNS.find((each) => each.key === key);
-  state.sort = { key, way: state.sort.key === key ? -state.sort.way : column.first };
+  const first = (key === "best" || key === "last") && commonMetric([...runs.values()]) === "loss" ? 1 : column.first; // the best come first
+  state.sort = { key, way: state.sort.key === key ? -state.sort.way : first };
   writeAddress();
-  drawList();
+  drawList({ fromTop: true });
 }
 
-$("filter").addEventListener("input", () => {
-  state.q = $("filter").value;
+function filterBy(change) {
+  Object.assign(state, change);
+  folded.clear(); // what the user opened in another selection of runs says nothing about this one
   writeAddress();
-  drawList();
-});
+  drawList({ fromTop: true });
+}
+
+$("filter").addEventListener("input", () => filterBy({ q: $("filter").value }));
 $("filter").addEventListener("keydown", (event) => {
   if (event.key === "ArrowDown" || event.key === "Enter") {
     event.preventDefault();
     list.focusFirst();
   }
 });
-$("status").addEventListener("change", () => {
-  state.status = $("status").value;
-  writeAddress();
-  drawList();
-});
+$("status").addEventListener("change", () => filterBy({ status: $("status").value }));
 $("order").append(...COLUMNS.map((column) => new Option(`by ${column.title}`, column.key)));
 $("order").addEventListener("change", () => {
   state.sort = { key: "", way: 1 };
@@ -107,7 +136,7 @@ document.addEventListener("keydown", (event) => {
 });
 addEventListener("hashchange", () => {
   const before = state.run.join("\n");
-  readAddress();
+  useAddress();
   drawList();
   if (state.run.join("\n") !== before) choose(state.run);
   else useAxis();
@@ -138,10 +167,7 @@ function takeRuns(id, change) {
   if (change.whole) runs.clear();
   for (const gone of change.removed) runs.delete(gone);
   for (const summary of change.changed) runs.set(summary.id, summary);
-  if (first && runs.size && !state.run.length && !location.hash.includes("=")) {
-    const newest = [...runs.values()].sort(by({ key: "when", way: -1 }));
-    only((newest.find((summary) => summary.status === "running") || newest[0]).id);
-  }
+  if (first && runs.size && !state.run.length && !location.hash.includes("=")) choose([findNewest([...runs.values()])]);
   first = first && !runs.size;
   soon(drawList);
   if (String(missing()) !== lost) soon(drawReport);
@@ -210,39 +236,31 @@ function soon(draw) {
   }, 50);
 }
 
-function by({ key, way }) {
-  return (a, b) => {
-    const [x, y] = [a[key], b[key]];
-    const [hasX, hasY] = [x !== null && x !== undefined, y !== null && y !== undefined];
-    if (!hasX || !hasY) return hasY - hasX || names.compare(a.name, b.name); // missing values come last in both directions
-    const order = typeof x === "number" && typeof y === "number" ? x - y : names.compare(String(x), String(y));
-    return way * order || names.compare(a.name, b.name);
-  };
-}
-
-const names = new Intl.Collator("en", { numeric: true });
-
-function drawList() {
-  const words = state.q.toLowerCase().split(/\s+/).filter(Boolean);
+function drawList({ fromTop = false } = {}) {
   const all = [...runs.values()];
-  const found = all.filter((summary) => {
-    if (state.status && summary.status !== state.status) return false;
-    if (!words.length) return true;
-    const text = [summary.name, summary.task, summary.model, summary.optimizer, summary.status, summary.kind].join(" ").toLowerCase();
-    return words.every((word) => text.includes(word));
-  });
-  found.sort(by(state.sort));
+  const metric = commonMetric(all);
+  const { lines, found, runs: total, hasGroups } = makeLines(all, { q: state.q, status: state.status, sort: state.sort, isOpen });
   $("rows").classList.toggle("one-task", new Set(all.map((summary) => summary.task)).size < 2);
-  list.show(found, colors(), state.sort, unitOf(all.filter((summary) => summary.unit)));
+  $("rows").classList.toggle("has-groups", hasGroups);
+  $("rows").classList.toggle("two-metrics", all.some(metricOf) && !metric);
+  const unit = unitOf(all.filter((summary) => summary.unit));
+  const titles = { samples_per_s: `${unit}/s`, best: `best ${metric || ""}`.trim(), last: `last ${metric || ""}`.trim() };
+  list.show(lines, colors(), state.sort, titles, fromTop);
   $("order").value = state.sort.key;
   drawStatuses(all);
-  drawEmpty(all.length, found.length);
-  const shown = `${commas(found.length)} ${found.length === 1 ? "run" : "runs"} shown`;
-  const of = found.length < all.length ? ` of ${commas(all.length)}` : "";
+  drawEmpty(all.length, lines.length);
+  const shown = `${commas(found)} ${found === 1 ? "run" : "runs"} shown`;
+  const of = found < total ? ` of ${commas(total)}` : "";
   const gone = missing().length;
   const chosen = state.run.length ? `, ${state.run.length - gone} selected${gone ? `, ${gone} missing` : ""}` : "";
-  say(shown + of + chosen + (pending ? `, ${commas(pending)} not read yet` : ""));
+  say(warning || shown + of + chosen + (pending ? `, ${commas(pending)} not read yet` : ""));
   document.body.classList.toggle("has-chosen", state.run.length > 0);
+}
+
+/** Say why an action did less than asked, until the next action. */
+function warn(text) {
+  warning = text;
+  drawList();
 }
 
 function say(text) {
@@ -358,10 +376,8 @@ $("clear").addEventListener("click", () => {
   list.focusFirst();
 });
 $("clear-filter").addEventListener("click", () => {
-  Object.assign(state, { q: "", status: "" });
   $("filter").value = "";
-  writeAddress();
-  drawList();
+  filterBy({ q: "", status: "" });
   $("filter").focus();
 });
 document.addEventListener("paceline:theme", () => {
@@ -370,7 +386,7 @@ document.addEventListener("paceline:theme", () => {
 });
 $("plotly").addEventListener("load", () => window.Paceline.redraw());
 
-readAddress();
+useAddress();
 writeAddress();
 drawList();
 drawReport();

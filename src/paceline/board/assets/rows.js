@@ -1,48 +1,54 @@
 // The list of runs: a real table in which only the visible rows exist, so that thousands scroll smoothly.
 // Everything from a record is set as text, never as HTML.
 
-const { commas, figure, isNumber, node } = window.Paceline;
-const count = (value) => (isNumber(value) ? commas(value) : "");
-const fixed = (value) => (isNumber(value) ? figure(value) : "");
+import { COLUMNS, ago, metricOf, workers } from "./columns.js";
 
-export const COLUMNS = [
-  { key: "name", title: "run", first: 1 },
-  { key: "status", title: "status", first: 1 },
-  { key: "when", title: "started", show: (value) => ago(value), first: -1 },
-  { key: "accuracy", title: "accuracy", show: fixed, first: -1 },
-  { key: "loss", title: "loss", show: fixed, first: 1 },
-  { key: "samples_per_s", title: "samples/s", show: count, first: -1 },
-  { key: "steps", title: "steps", show: count, first: -1 },
-  { key: "workers", title: "P", show: count, first: -1, about: "workers: processes, each with one device" },
-  { key: "virtual_workers", title: "V", show: count, first: -1, about: "virtual workers: parts of a global batch" },
-  { key: "global_batch", title: "global batch", show: count, first: -1, about: "samples per step" },
-  { key: "optimizer", title: "optimizer", first: 1 },
-  { key: "task", title: "task", first: 1 },
-];
+const { node } = window.Paceline;
 
-const WHEN = COLUMNS.findIndex((column) => column.key === "when");
-const OVERSCAN = 12; // rows above and below the visible ones
+const OVERSCAN_PX = 450; // rows are drawn this far above and below the visible ones
 const MINUTE_MS = 60000; // how often the age of runs is updated
 const TAIL = 11; // characters at the end of a long name that are always shown: runs of one task differ only in their time
 
-/** Make the list. The user's actions call `on.toggle(id)`, `on.only(id)` and `on.sort(key)`. */
+/**
+ * Make the list. The user's actions call `on.toggle(line)`, `on.only(line)`, `on.fold(line, open)` and `on.sort(key)`; `on.link(id)`
+ * gives the address that shows a record.
+ */
 export function makeRows(frame, on) {
   const table = frame.querySelector("table");
   const body = table.tBodies[0];
-  let shown = []; // the summaries, in order
+  let shown = []; // the lines, in order
+  let at = new Map(); // id -> place in `shown`
+  let tops = [0]; // where each line begins, in px; the last is where the list ends
   let chosen = new Map(); // id -> color
   let active = null; // the id of the row that Tab focuses
-  let rows = new Map(); // id -> {tr, summary}
+  let rows = new Map(); // id -> the parts of its row
   const above = spacer();
   const below = spacer();
   const heads = makeHeads(table.tHead.rows[0], on.sort);
 
+  function measure() {
+    const style = getComputedStyle(frame);
+    const [plain, tall] = ["--row", "--tall"].map((name) => parseFloat(style.getPropertyValue(name)));
+    tops = [0];
+    for (const line of shown) tops.push(tops[tops.length - 1] + (line.second ? tall : plain));
+  }
+
+  /** The place of the line at this height. */
+  function placeAt(px) {
+    let [low, high] = [0, shown.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (tops[middle + 1] <= px) low = middle + 1;
+      else high = middle;
+    }
+    return Math.min(low, Math.max(0, shown.length - 1));
+  }
+
   function draw() {
-    const height = rowHeight();
-    const top = Math.max(0, Math.floor(frame.scrollTop / height) - OVERSCAN);
-    const bottom = Math.min(shown.length, top + Math.ceil(frame.clientHeight / height) + 2 * OVERSCAN);
-    const inView = shown.slice(top, bottom);
-    const ids = new Set(inView.map((summary) => summary.id));
+    const first = shown.length ? placeAt(frame.scrollTop - OVERSCAN_PX) : 0;
+    const end = shown.length ? placeAt(frame.scrollTop + frame.clientHeight + OVERSCAN_PX) + 1 : 0;
+    const inView = shown.slice(first, end);
+    const ids = new Set(inView.map((line) => line.id));
     const focused = body.contains(document.activeElement) ? document.activeElement.closest("tr").dataset.id : null;
     for (const [id, row] of rows) {
       if (!ids.has(id)) {
@@ -50,14 +56,14 @@ export function makeRows(frame, on) {
         rows.delete(id);
       }
     }
-    if (!ids.has(active)) active = inView.length ? (shown[Math.floor(frame.scrollTop / height)] || inView[0]).id : null;
-    above.firstChild.style.height = `${top * height}px`;
-    below.firstChild.style.height = `${(shown.length - bottom) * height}px`;
+    if (!ids.has(active)) active = inView.length ? shown[placeAt(frame.scrollTop)].id : null;
+    above.firstChild.style.height = `${tops[first]}px`;
+    below.firstChild.style.height = `${tops[shown.length] - tops[end]}px`;
     let before = above;
-    inView.forEach((summary, index) => {
-      const row = rows.get(summary.id) || makeRow(summary.id);
-      if (row.summary !== summary) fill(row, summary);
-      mark(row, top + index);
+    inView.forEach((line, index) => {
+      const row = rows.get(line.id) || makeRow(line.id);
+      if (row.line !== line) fill(row, line, on.link);
+      mark(row, first + index);
       if (before.nextSibling !== row.tr) before.after(row.tr);
       before = row.tr;
     });
@@ -69,64 +75,79 @@ export function makeRows(frame, on) {
 
   function makeRow(id) {
     const box = node("input", { type: "checkbox" });
-    const name = node("span", { class: "run-name" });
-    const sub = node("small");
-    const badge = node("span");
-    const inner = { name: [name, sub], status: [badge] };
+    const fold = node("button", { type: "button", class: "fold" });
+    const name = node("a", { class: "run-name", tabindex: "-1" });
+    const [sub, second, badge] = [node("small", { class: "facts" }), node("small", { class: "second" }), node("span")];
+    const inner = { name: [node("div", { class: "title" }, fold, name), sub, second], status: [badge] };
     const cells = COLUMNS.map(({ key }) => cell(key === "name" ? "th" : "td", key, ...(inner[key] || [])));
     cells[0].scope = "row";
     const tr = node("tr", { "data-id": id }, cell("td", "pick", box), ...cells);
-    const row = { tr, box, cells, name, sub, badge, summary: null };
+    const row = { tr, box, fold, cells, name, sub, second, badge, line: null };
     rows.set(id, row);
     return row;
   }
 
   function mark(row, index) {
-    const color = chosen.get(row.summary.id);
+    const { id, members } = row.line;
+    const color = chosen.get(id);
+    const inside = members ? members.filter((each) => chosen.has(each)).length : 0;
     row.tr.setAttribute("aria-rowindex", index + 2);
     row.tr.classList.toggle("is-chosen", color !== undefined);
     row.tr.style.setProperty("--color", color || "transparent");
-    row.box.checked = color !== undefined;
-    row.box.tabIndex = row.summary.id === active ? 0 : -1;
+    row.box.checked = members ? inside === members.length : color !== undefined;
+    row.box.indeterminate = inside > 0 && inside < members.length;
+    row.box.tabIndex = row.fold.tabIndex = id === active ? 0 : -1;
   }
 
-  function rowHeight() {
-    return parseFloat(getComputedStyle(frame).getPropertyValue("--row")) || 38;
-  }
-
-  function move(to, focus = true) {
+  function move(to) {
     if (!shown.length) return;
     const index = Math.max(0, Math.min(shown.length - 1, to));
     active = shown[index].id;
-    const height = rowHeight();
-    const head = table.tHead.offsetHeight;
-    if (index * height < frame.scrollTop) frame.scrollTop = index * height;
-    const end = (index + 1) * height + head - frame.clientHeight;
-    if (end > frame.scrollTop) frame.scrollTop = end;
+    const end = tops[index + 1] + table.tHead.offsetHeight - frame.clientHeight;
+    if (tops[index] < frame.scrollTop) frame.scrollTop = tops[index];
+    else if (end > frame.scrollTop) frame.scrollTop = end;
     draw();
-    if (focus) rows.get(active).box.focus({ preventScroll: true });
+    rows.get(active).box.focus({ preventScroll: true });
   }
 
-  body.addEventListener("change", (event) => on.toggle(event.target.closest("tr").dataset.id));
+  const lineOf = (element) => shown[at.get(element.closest("tr").dataset.id)];
+
+  body.addEventListener("change", (event) => on.toggle(lineOf(event.target)));
   body.addEventListener("click", (event) => {
-    const tr = event.target.closest("tr[data-id]");
-    if (!tr || event.target.matches("input")) return;
-    active = tr.dataset.id;
-    if (event.ctrlKey || event.metaKey || event.shiftKey || event.target.closest(".c-pick")) on.toggle(active);
-    else on.only(active);
+    if (!event.target.closest("tr[data-id]") || event.target.matches("input")) return;
+    event.preventDefault(); // a link opens in this page, unless the middle button asks for a new tab
+    const line = lineOf(event.target);
+    active = line.id;
+    if (event.target.closest(".fold")) on.fold(line, !line.open);
+    else if (event.ctrlKey || event.metaKey || event.shiftKey || event.target.closest(".c-pick")) on.toggle(line);
+    else on.only(line);
   });
   body.addEventListener("focusin", (event) => (active = event.target.closest("tr").dataset.id));
   frame.addEventListener("keydown", (event) => {
     if (event.altKey || event.ctrlKey || event.metaKey) return;
-    const at = shown.findIndex((summary) => summary.id === active);
-    const page = Math.max(1, Math.floor(frame.clientHeight / rowHeight()) - 2);
-    const steps = { ArrowDown: at + 1, ArrowUp: at - 1, PageDown: at + page, PageUp: at - page, Home: 0, End: shown.length - 1 };
+    const place = at.has(active) ? at.get(active) : 0;
+    const line = shown[place];
+    const page = frame.clientHeight - table.tHead.offsetHeight;
+    const steps = {
+      ...{ ArrowDown: place + 1, ArrowUp: place - 1, Home: 0, End: shown.length - 1 },
+      ...{ PageDown: Math.max(place + 1, placeAt(tops[place] + page) - 1), PageUp: Math.min(place - 1, placeAt(tops[place] - page) + 1) },
+    };
     const inBody = body.contains(event.target) || event.target === frame;
-    if (inBody && event.key in steps) move(steps[event.key]);
-    else if (inBody && event.key === "Enter" && active !== null) on.only(active);
+    if (!inBody || !line) return;
+    if (event.key in steps) move(steps[event.key]);
+    else if (event.key === "Enter" && !event.target.matches("button")) on.only(line);
+    else if (event.key === "ArrowRight" && line.members && !line.open) on.fold(line, true);
+    else if (event.key === "ArrowLeft" && line.members && line.open) on.fold(line, false);
+    else if (event.key === "ArrowLeft" && line.level) move(groupAbove(place));
     else return;
     event.preventDefault();
   });
+
+  function groupAbove(place) {
+    while (place > 0 && shown[place].level) place--;
+    return place;
+  }
+
   let waiting = false;
   frame.addEventListener("scroll", () => {
     if (waiting) return;
@@ -136,21 +157,36 @@ export function makeRows(frame, on) {
       draw();
     });
   });
-  new ResizeObserver(draw).observe(frame);
+  new ResizeObserver(() => {
+    measure();
+    draw();
+  }).observe(frame);
   const tick = () => document.hidden || rows.forEach(showAge);
   setInterval(tick, MINUTE_MS);
   document.addEventListener("visibilitychange", tick);
   body.replaceChildren(above, below);
 
   return {
-    /** Show these summaries in this order; `colors` has those that are selected, `unit` is what samples are called. */
-    show(summaries, colors, sort, unit) {
-      shown = summaries;
+    /**
+     * Show these lines. `colors` has the records that are selected, `titles` the heads that depend on the runs. What the user reads
+     * stays where it is while lines come and go above it; `fromTop` starts at the top instead, because the order is another one.
+     */
+    show(lines, colors, sort, titles, fromTop) {
+      const top = frame.scrollTop;
+      const place = placeAt(top);
+      const before = shown.slice(0, place + 1).reverse().map((line, back) => [line.id, tops[place - back] - top]);
+      shown = lines;
+      at = new Map(lines.map((line, index) => [line.id, index]));
       chosen = colors;
+      measure();
+      const kept = top > 0 && before.find(([id]) => at.has(id));
       for (const [key, th] of heads) {
         th.setAttribute("aria-sort", key !== sort.key ? "none" : sort.way > 0 ? "ascending" : "descending");
+        if (titles[key]) setText(th.firstChild, titles[key]);
       }
-      heads.get("samples_per_s").firstChild.textContent = `${unit}/s`;
+      // The height first: a frame scrolls no further than to its end.
+      above.firstChild.style.height = `${Math.max(tops[lines.length], top + frame.clientHeight)}px`;
+      frame.scrollTop = fromTop ? 0 : kept ? Math.max(0, tops[at.get(kept[0])] - kept[1]) : top;
       draw();
     },
     /** Change the colors of the selected runs. */
@@ -159,20 +195,9 @@ export function makeRows(frame, on) {
       draw();
     },
     focusFirst() {
-      move(Math.max(0, shown.findIndex((summary) => summary.id === active)));
+      move(at.has(active) ? at.get(active) : 0);
     },
   };
-}
-
-/** How long ago, in the largest unit that fits. */
-export function ago(when) {
-  const then = Date.parse(when);
-  if (!Number.isFinite(then)) return "";
-  const seconds = Math.max(0, (Date.now() - then) / 1000);
-  for (const [unit, size] of [["d", 86400], ["h", 3600], ["min", 60]]) {
-    if (seconds >= size) return `${commas(Math.floor(seconds / size))} ${unit} ago`;
-  }
-  return "just now";
 }
 
 function makeHeads(tr, sort) {
@@ -188,34 +213,49 @@ function makeHeads(tr, sort) {
   return heads;
 }
 
-function fill(row, summary) {
-  row.summary = summary;
-  row.box.setAttribute("aria-label", `Compare ${summary.name}`);
-  const cut = Math.max(0, summary.name.length - TAIL);
-  row.name.replaceChildren(node("span", {}, summary.name.slice(0, cut)), node("span", {}, summary.name.slice(cut)));
+function fill(row, line, link) {
+  const changed = !row.line || row.line.summary !== line.summary || row.line.second !== line.second;
+  const folds = line.members !== undefined;
+  row.line = line;
+  row.fold.hidden = !folds;
+  if (folds) {
+    row.fold.setAttribute("aria-expanded", line.open);
+    row.fold.setAttribute("aria-label", `Runs of ${line.name}`);
+  }
+  if (!changed) return;
+  const { summary } = line;
+  row.box.setAttribute("aria-label", folds ? `Compare the runs of ${summary.name}` : `Compare ${summary.name}`);
+  const cut = Math.max(0, line.name.length - TAIL);
+  const [start, end] = [line.name.slice(0, cut), line.name.slice(cut)];
+  if (row.name.textContent !== line.name) row.name.replaceChildren(node("span", {}, start), node("span", {}, end));
   row.name.title = summary.name;
-  row.tr.classList.toggle("by-loss", !isNumber(summary.accuracy) && isNumber(summary.loss));
+  row.name.href = link(line);
+  row.tr.className = `level-${line.level}${folds ? " is-group" : ""}${line.second ? " is-tall" : ""}`;
+  setText(row.second, line.second);
+  row.second.title = line.second;
+  row.second.classList.toggle("problem", !folds && Boolean(summary.note || summary.why));
   const total = summary.status === "running" && summary.total_steps && summary.steps ? summary.steps / summary.total_steps : null;
   row.badge.className = `badge ${summary.tone || "plain"}`;
-  row.badge.textContent = summary.status + (total === null ? "" : ` ${Math.floor(100 * Math.min(1, total))}%`);
-  row.badge.title = summary.note || summary.why || "";
+  setText(row.badge, summary.status + (total === null ? "" : ` ${Math.floor(100 * Math.min(1, total))}%`));
   COLUMNS.forEach((column, index) => {
     if (index < 2) return;
     const value = summary[column.key];
-    const said = column.show ? column.show(value) : value || "";
-    setText(row.cells[index], said);
+    setText(row.cells[index], column.show ? column.show(summary) : value || "");
     if (column.key === "when" || !column.show) row.cells[index].title = value || "";
+    if (column.key === "best" || column.key === "last") row.cells[index].dataset.metric = metricOf(summary) || "";
   });
   showAge(row);
 }
 
 /** Show how long ago a run started: in its cell, and under its name on a phone, which has no such cell. */
-function showAge({ summary, sub, cells }) {
+function showAge({ line: { summary }, sub, cells }) {
   const age = ago(summary.when);
-  const facts = [summary.kind === "train" ? null : summary.kind, age, summary.workers && `P ${summary.workers}`, summary.task];
-  setText(sub, facts.filter(Boolean).join(" · "));
+  const count = workers(summary);
+  setText(sub, [age, count && `P ${count}`, summary.task].filter(Boolean).join(" · "));
   setText(cells[WHEN], age);
 }
+
+const WHEN = COLUMNS.findIndex((column) => column.key === "when");
 
 function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;

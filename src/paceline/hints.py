@@ -1,0 +1,172 @@
+"""What to use instead of an option that does not exist: the answer for names that other tools use, or the nearest name.
+
+`--lr` is near to `--loader` in spelling only. So names that users bring from other tools have an answer that says what to use
+here and what it means; only other names get the nearest one.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable
+
+from paceline.errors import UsageError
+from paceline.values import flag
+
+_DEVICE = "not needed: workers use the GPUs they see, one each ({workers=N}); for the CPU, set CUDA_VISIBLE_DEVICES= (empty)"
+_GPUS = "use {workers=N} (workers to start on this node, one per GPU; CUDA_VISIBLE_DEVICES chooses the GPUs)"
+_PART = "global batch / virtual workers"
+
+TABLE = {
+    # Learning rate and optimizer
+    "lr learning-rate": "use {base_lr} (the learning rate at {reference_batch}; {lr_rule} scales it with {global_batch})",
+    "scheduler lr-scheduler lr-schedule sched": "use {schedule} (constant, linear, cosine, one-cycle or step)",
+    "warmup warm-up": (
+        "use {warmup_epochs} or {warmup_steps} with {schedule=cosine}, linear or constant (one-cycle, the default, warms up by"
+        " itself)"
+    ),
+    "milestones": "use {step_at} (fractions of the run) with {schedule=step}",
+    "gamma lr-decay lr-gamma": "use {step_factor} (what {schedule=step} multiplies the learning rate by at each drop)",
+    "optim opt": "use {optimizer} (sgd, adamw, lars, lamb, novograd or muon)",
+    "wd l2": "use {weight_decay} (norm layers and biases have none unless {decay_all})",
+    "betas adam-beta1 adam-beta2": "use {beta1} and {beta2}",
+    "grad-clip clip-grad clip-grad-norm clip gradient-clip-val gradient-clip gradient-clipping max-grad-norm": (
+        "use {clip_norm} (clips the gradient of the whole step to this norm)"
+    ),
+    "ema-decay ema-momentum": "use {ema} (the decay per step of the averaged weights)",
+    "label-smooth smoothing": "use {label_smoothing}",
+    # Batch
+    "batch-size batch bs b train-batch-size train-batch": (
+        "use {global_batch} (samples per step over all workers) or {reference_batch} (the batch that {base_lr} is tuned for)"
+    ),
+    "per-device-batch-size per-device-train-batch-size per-gpu-batch-size batch-size-per-gpu local-batch local-batch-size": (
+        f"use {{global_batch}} (samples per step over all workers; each part has {_PART})"
+    ),
+    "micro-batch micro-batch-size microbatch": (
+        f"use {{accumulate=N}} (splits each part of a step, which has {_PART} samples, into N micro-batches)"
+    ),
+    "gradient-accumulation-steps gradient-accumulation grad-accum accum accumulation-steps accumulate-grad-batches": (
+        "use {accumulate=N} (splits each part of a step into N micro-batches: less memory, but the same {global_batch})"
+    ),
+    "val-batch-size eval-batch-size test-batch-size val-batch test-batch per-device-eval-batch-size": (
+        "use {eval_batch} (samples per forward pass in validation)"
+    ),
+    # Workers and nodes
+    "gpus gpu ngpus num-gpus n-gpus devices nproc-per-node nproc num-processes processes": _GPUS,
+    "world-size": "use {workers=N} (workers to start on each node); with {nodes}, the world has nodes x workers",
+    "num-nodes nnodes n-nodes": "use {nodes=N}, and start the same command on each node with its own {node_id}",
+    "node-rank machine-rank": "use {node_id} (the number of this node, starting at 0) with {nodes}",
+    "master-addr master-address master-port rdzv-endpoint dist-url init-method main-process-ip main-process-port": (
+        "use {rendezvous=HOST:PORT} (an address on node 0 where the nodes meet)"
+    ),
+    "rank local-rank": "not needed: torchrun, srun and mpirun set the rank; without them, {workers=N} starts the workers",
+    "num-workers j workers-per-gpu dataloader-num-workers loader-processes": (
+        "use {loader_workers} (DataLoader processes per worker); {workers} is the number of training processes, one per GPU"
+    ),
+    "ddp distributed data-parallel strategy parallel": "not needed: {workers=N} with N above 1 trains with DDP",
+    "accelerator device cpu cuda no-cuda use-cuda mps": _DEVICE,
+    "dist-backend": "use {backend} (nccl for GPUs, gloo for CPUs, mpi)",
+    "sync-bn sync-batchnorm sync-batch-norm": (
+        "use {model=cnn:norm=sync} for a built-in model; in your own model, use torch.nn.SyncBatchNorm"
+    ),
+    # Model, data and task
+    "dropout drop-rate": "it belongs to the model: use {model=cnn:dropout=0.1}, or {set=dropout=0.1} if your task() takes it",
+    "arch architecture net network model-name": "use {model} (a built-in model; a task of your own has its own)",
+    "dataset data data-path data-root data-folder": (
+        "the task, which is the first argument, chooses the data; {data_dir} is the folder to search first for a built-in task"
+    ),
+    "limit subset max-train-samples num-samples": "use {train_samples=N} (train on the first N samples only)",
+    "fold folds k-fold kfold num-folds cv": (
+        "cross-validation is not available: let task(fold) in your task file choose the samples, and train with {set=fold=0},"
+        " then {set=fold=1} and so on"
+    ),
+    # Precision, speed and bits
+    "amp mixed-precision autocast bf16 bfloat16": "use {precision=bf16} (autocast in the forward pass; weights stay fp32)",
+    "fp16 float16 half": "fp16 is not available: use {precision=bf16} (autocast in the forward pass; weights stay fp32)",
+    "fp32 float32 no-amp": "use {precision=fp32}",
+    "compile torch-compile jit": "use {fast=on} (on a GPU: the step as one CUDA graph, compiled; auto compiles if it pays off)",
+    "deterministic reproducible": (
+        "use {reduce=exact} (the same bits on any number of workers); {seed} fixes all random numbers in any mode"
+    ),
+    "random-seed manual-seed rng-seed seed-everything": "use {seed}",
+    # Length of the run
+    "max-epochs num-epochs n-epochs num-train-epochs": "use {epochs} (epochs to train, at most)",
+    "steps num-steps iterations iters max-iters max-iterations train-steps": "use {max_steps=N} (stop after N steps)",
+    "dry-run fast-dev-run": "use {max_steps=3} (stop after a few steps)",
+    "early-stopping early-stop": (
+        "use {target_accuracy} and {patience} (stop when that many epochs in a row reach it); stopping on a plateau is not"
+        " available"
+    ),
+    # Records and output
+    "output-dir output out out-dir save-dir save save-path log-dir logdir checkpoint-dir ckpt-dir results-dir o": (
+        "use {runs_dir} (folder for records) and {name} (this run's folder in it, with its metrics, checkpoints and weights)"
+    ),
+    "run-name exp-name exp experiment experiment-name tag": "use {name} (name of the record in {runs_dir})",
+    "ckpt checkpoint load resume-from resume-from-checkpoint ckpt-path load-checkpoint restore": (
+        "use {resume=RECORD} (continues a run from its last checkpoint)"
+    ),
+    "pretrained weights init-from": "load the weights where your task makes its model; {resume=RECORD} continues a run",
+    "save-every save-freq save-steps save-interval ckpt-every checkpoint-freq checkpoint-interval": (
+        "use {checkpoint_every} (500: every 500 steps; 60s: every 60 seconds)"
+    ),
+    "log-interval log-freq logging-steps print-freq log-steps": "use {log_every=N} (a row in metrics.jsonl every N steps)",
+    "wandb mlflow comet": "not available: {tracker=tensorboard} is the only tracker; every run is also in metrics.jsonl",
+    "tensorboard tb": "use {tracker=tensorboard}",
+    "verbose v debug": (
+        "not available: a run prints its contract and one line per epoch; {log_every=1} writes every step to metrics.jsonl"
+    ),
+    "quiet q silent": "not available: send the output to a file; {runs_dir} has the metrics of every run",
+    "config config-file cfg conf c": "use {recipe=FILE} (options from a TOML file or a packaged recipe)",
+    "task": "give the task as the first argument, without a flag; {recipe} sets its options",
+}
+"""Names in other tools, and the answer. `{base_lr}` and `{fast=on}` are options here, with a value."""
+
+ANSWERS = {name: answer for names, answer in TABLE.items() for name in names.split()}
+
+_OPTION = re.compile(r"\{(\w+)(?:=([^{}]*))?\}")
+_NEAR = 0.75  # with less, --lr would be --loader
+
+
+def unknown_flag(name: str, known: Iterable[str], see: str) -> UsageError:
+    """The error for a flag that does not exist. `see` is the command that lists the flags."""
+    return UsageError(f"unknown flag {name}: {find_hint(name, known) or f'see {see}'}")
+
+
+def unknown_key(name: str, known: Iterable[str]) -> UsageError:
+    """The error for an option in TOML or Python that does not exist."""
+    shown = name if len(name) <= 100 else f"{name[:100]}..."
+    return UsageError(f"unknown key {shown!r}: {find_hint(shown, known) or 'see paceline train --help-all'}")
+
+
+def find_hint(name: str, known: Iterable[str]) -> str:
+    """What to use instead of a name, in the form of the known names: `--base-lr` or `base_lr`. Empty if there is no hint.
+
+    The answers are for the options of a run. They do not count for `paceline plan`, whose --workers are others.
+    """
+    names, name = sorted(known), name[:100]  # matching a long name is slow
+    flags = name.startswith("-")
+    answer = ANSWERS.get(_plain(name), "")
+    if answer and ("--base-lr" if flags else "base_lr") in names:
+        return _OPTION.sub(lambda found: _write(found[1], found[2], as_flag=flags or found[1] not in names), answer)
+    spelled = {_plain(each): each for each in names}
+    near = difflib.get_close_matches(_plain(name), spelled, n=1, cutoff=_NEAR)
+    return f"did you mean {spelled[near[0]] if flags else repr(spelled[near[0]])}?" if near else ""
+
+
+def named_options(answer: str) -> list[str]:
+    """The options that an answer of the table names."""
+    return [found[1] for found in _OPTION.finditer(answer)]
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("_", "-").lower()
+
+
+def _write(name: str, value: str | None, *, as_flag: bool) -> str:
+    """An option, with a value if there is one, as on the command line or as in TOML."""
+    if value is None:
+        return flag(name) if as_flag else name
+    if as_flag:
+        return f"{flag(name)} {value}"
+    if name == "set":
+        key, _, value = value.partition("=")
+        return f"set = {{{key} = {value}}}"
+    return f"{name} = {value}" if value.isdecimal() or value.isupper() else f'{name} = "{value}"'
