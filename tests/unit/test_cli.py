@@ -357,7 +357,7 @@ def test_every_rank_speaks_of_its_own_samples(capsys, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(training, "train", refuse)
     assert cli.run([*MINI]) == 2
-    assert capsys.readouterr().err == "paceline: worker 1: samples 3 and 7 differ\n"
+    assert capsys.readouterr().err.startswith("paceline: worker 1: samples 3 and 7 differ\n")
 
 
 @pytest.mark.parametrize("first", [True, False])
