@@ -1,7 +1,7 @@
 """One line of the list of runs: what a record came to, read from its small files and the end of its metrics.jsonl.
 
-Cheap enough for thousands of runs: of a long metrics.jsonl, only the last megabyte is searched. The best accuracy of such a run is
-in course.csv, which has one short line per epoch; its best loss is not shown.
+Cheap enough for thousands of runs: of a long metrics.jsonl, only the last megabyte is searched. The best accuracy of such a run
+is in course.csv, which has one short line per epoch; its best loss is not shown.
 """
 
 import math
