@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from paceline.output import plural
+from paceline.output import make_table, plural
 from paceline.plan.cluster import Cluster
 from paceline.plan.target import Returns
 
@@ -15,8 +15,7 @@ BARS = (
 
 def lay_out(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A plain-text table with right-aligned columns."""
-    widths = [max(len(str(row[i])) for row in [heads, *rows]) for i in range(len(heads))]
-    return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [heads, *rows])
+    return make_table(heads, rows, left=0)
 
 
 def number_words(value: float) -> str:
