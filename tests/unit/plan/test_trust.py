@@ -10,6 +10,7 @@ import pytest
 
 from paceline.plan.plan import Plan, Request, as_json, introduce, make_plan
 from paceline.plan.trust import relative_iqr
+from paceline.records import COMPONENTS
 
 Make = Callable[..., Path]
 CPU = {"devices": "1 CPU worker, 1 thread (2 cores, no GPU)", "backend": "gloo", "precision": "fp32"}
@@ -131,7 +132,8 @@ def test_predicted_efficiency_that_rises_because_workers_shared_cores(make_scale
 
 def test_strong_scaling_may_rise(make_scale: Make) -> None:
     """100 workers cannot share 128 samples evenly: the slowest has two. 128 can."""
-    plan = predict(make_scale(bytes_per_s=1e12), "dgx-h100", mode="strong", workers="100,128")
+    only_compute = {**dict.fromkeys(COMPONENTS, 0.0), "compute": 0.034}
+    plan = predict(make_scale(components_s=only_compute), "dgx-h100", mode="strong", workers="100,128")
     assert plan.rows[1]["efficiency"] > 1.05 * plan.rows[0]["efficiency"]
     assert plan.warnings == ()
 
