@@ -145,7 +145,7 @@ def test_every_flag_exists(document: Path, known_flags: set[str]) -> None:
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
     """Flags of all verbs, of the benches and tools, and of the course's script."""
-    verbs = ("train", "scale", "report", "board", "plan", "advise", "study", "rehearse", "data")
+    verbs = ("train", "scale", "report", "board", "plan", "advise", "study", "rehearse", "data", "doctor")
     scripts = (ROOT / "fashion_mnist.py", *ROOT.glob("bench/*.py"), *ROOT.glob("tools/*.py"))
     defined = {flag for path in scripts for flag in re.findall(r'"(--[a-z][a-z0-9-]+)"', path.read_text())}
     return defined.union(*(_options(verb) for verb in verbs))

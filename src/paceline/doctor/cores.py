@@ -151,12 +151,13 @@ def judge_threads(cores: Cores, threads: int | None, gpus: int, env: Mapping[str
     known = "" if threads is None else f"torch uses {threads} for {cores.usable} core{'s' * (cores.usable > 1)}"
     fine = Finding("ok", "threads", known or "unknown: torch did not start")
     found = list(_judge_variables(cores, env))
-    if not found and threads is not None and threads > cores.usable:
-        fix = f"export OMP_NUM_THREADS={cores.usable}"
-        found.append(Finding("slow", "threads", f"torch uses {threads}, but only {cores.usable} can run at once", fix))
-    if not found and threads == 1 and cores.usable > 1 and not gpus:
-        fix = f"unset OMP_NUM_THREADS, or use --workers {cores.usable}"
-        found.append(Finding("note", "threads", f"one worker uses 1 of {cores.usable} cores", fix))
+    if all(each.level == "ok" for each in found) and threads is not None:
+        if threads > cores.usable:
+            fix = f"export OMP_NUM_THREADS={cores.usable}"
+            found = [Finding("slow", "threads", f"torch uses {threads}, but only {cores.usable} can run at once", fix)]
+        elif threads == 1 and cores.usable > 1 and not gpus:
+            fix = f"unset OMP_NUM_THREADS, or use --workers {cores.usable}"
+            found.append(Finding("note", "threads", f"one worker uses 1 of {cores.usable} cores", fix))
     yield from found or [fine]
     yield from judge_waiting(cores, env)
 

@@ -124,6 +124,7 @@ def test_variables_that_harm(env: dict[str, str], level: str, text: str, fix: st
 
 def test_one_thread_on_many_cores() -> None:
     assert threads(cores(), 1).fix == "unset OMP_NUM_THREADS, or use --workers 4"
+    assert threads(cores(), 1, OMP_NUM_THREADS="1").text == "one worker uses 1 of 4 cores; OMP_NUM_THREADS=1 for 4 cores"
     assert threads(cores(), 1, gpus=1).level == "ok"
 
 
