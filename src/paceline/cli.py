@@ -38,7 +38,7 @@ VERBS = {
     "study": ("paceline.study.verb", "Train arms x seeds from a TOML file; print a table with spreads and verdicts."),
     "data": ("paceline.data.verb", "List, fetch or verify the built-in data sets."),
     "completion": ("paceline.completion", "Print a script that completes commands in bash, zsh or fish."),
-    "doctor": ("paceline.doctor.verb", "Check this machine: torch, devices, backends, network, data, a real all-reduce."),
+    "doctor": ("paceline.doctor.verb", "Say in ten lines whether this machine will train well, and what to fix."),
 }
 """The module and the one-line summary of each verb."""
 

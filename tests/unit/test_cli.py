@@ -100,7 +100,7 @@ OPTIONS = frozenset(field.name for field in dataclasses.fields(Config))
         (("data", "lst"), "invalid choice: 'lst'"),
         (("data", "verify", "fashion-mnist-mni"), "did you mean 'fashion-mnist-mini'?"),
         (("data", "list", "--dat-dir", "x"), "unknown flag --dat-dir: did you mean --data-dir?"),
-        (("doctor", "--verbose"), "unknown flag --verbose"),
+        (("doctor", "--verbos"), "unknown flag --verbos: did you mean --verbose?"),
         (("stdy", "x.toml"), "unknown verb 'stdy': did you mean 'study'?"),
         (("study",), "the following arguments are required: FILE"),
         (("study", "x.toml", "--mni"), "unknown flag --mni: did you mean --mini?"),
