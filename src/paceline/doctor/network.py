@@ -50,7 +50,9 @@ def judge_network(network: Network, probe: Probe, env: Mapping[str, str]) -> Ite
         else:
             yield Finding("note", "network", f"nothing may listen on {address}: several nodes cannot meet there")
     done = probe.stages.get("all-reduce")
-    if done is None:
+    if not probe.was_tried("all-reduce"):
+        yield Finding("note", "network", probe.why("all-reduce"))
+    elif done is None:
         fix = "check that lo is up and that no firewall blocks it"
         yield Finding("wrong", "network", f"2 workers could not all-reduce: {probe.why('all-reduce')}", fix)
     else:
@@ -66,7 +68,9 @@ def judge_network(network: Network, probe: Probe, env: Mapping[str, str]) -> Ite
 def judge_loader(probe: Probe) -> Iterator[Finding]:
     """The processes that read data sets which are not kept on the device."""
     about, done = probe.stages.get("torch", {}), probe.stages.get("loader")
-    if done is None:
+    if not probe.was_tried("loader"):
+        yield Finding("note", "loader", probe.why("loader"))
+    elif done is None:
         fix = "use --loader-workers 0, which reads in the worker itself"
         yield Finding("wrong", "loader", f"2 processes could not load batches: {probe.why('loader')}", fix)
     else:

@@ -85,6 +85,17 @@ def test_loader_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bad.text.startswith("2 processes could not load batches: RuntimeError: Bus error")
 
 
+def test_an_error_in_one_stage_does_not_hide_the_others() -> None:
+    said = [{"stage": stage} if stage != "loader" else {"stage": stage, "error": "OSError: no space"} for stage in STAGES]
+    probe = read_probe("\n".join(map(json.dumps, said)), "it was killed")
+    assert (probe.why("loader"), probe.failure, list(probe.stages)) == (
+        "OSError: no space",
+        "",
+        ["torch", "all-reduce", "gpus"],
+    )
+    assert merge("loader", judge_loader(probe)).level == "wrong"
+
+
 def test_limits_of_a_container() -> None:
     (small,) = judge_limits(64 << 20, None)
     assert (small.level, small.text) == ("note", "/dev/shm has only 64 MiB free: large batches end in a bus error")
@@ -97,6 +108,10 @@ def test_the_output_of_a_probe_that_ended_early() -> None:
     probe = read_probe(said, "it was killed by SIGSEGV")
     assert list(probe.stages) == ["torch"]
     assert probe.why("all-reduce") == "it was killed by SIGSEGV"
-    assert probe.why("loader") == "not tried, because all-reduce failed"
+    assert probe.why("loader") == "not tried, because the check of all-reduce failed"
+    assert merge("loader", judge_loader(probe)).level == "note", "only what failed is wrong"
+    assert network(probe).level == "wrong"
+    dead = Probe(failure="no module named torch")
+    assert network(dead).text.startswith("not tried, because the check of torch failed")
     whole = "\n".join(json.dumps({"stage": stage}) for stage in STAGES)
     assert read_probe(whole, "rank 1 was killed").failure == ""
