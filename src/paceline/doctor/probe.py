@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from typing import Any
 from paceline.dist.process import die_with_parent, python_command, signal_name
 
 LIMIT_S = 60.0
+_LOADER_S = 20.0
 STAGES = ("torch", "all-reduce", "loader", "gpus")
 """In this order: loader processes must be forked before CUDA is used."""
 
@@ -187,12 +189,26 @@ def _try_loader() -> dict[str, Any]:
 
     loader = Streaming(Arrays((torch.ones(64, 3, 64, 64),)), None, torch.device("cpu"), 2, seed=0)
     loader.start()
-    begin = time.perf_counter()
-    total = sum(float(batch[0].sum()) for batch in loader.batches([np.arange(64)] * 4, 0))
+    sums: list[float] = []
+    errors: list[Exception] = []
+
+    def load() -> None:
+        try:
+            sums.extend(float(batch[0].sum()) for batch in loader.batches([np.arange(64)] * 4, 0))
+        except Exception as error:
+            errors.append(error)
+
+    begin, thread = time.perf_counter(), threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(_LOADER_S)  # without shared memory, torch waits forever for a batch
     seconds = time.perf_counter() - begin
+    if thread.is_alive():
+        raise TimeoutError(f"batches did not arrive within {_LOADER_S:g} s")
     loader.close()
-    if total != 4 * 64 * 3 * 64 * 64:
-        raise RuntimeError("the batches arrived with wrong values")
+    if errors:
+        raise errors[0]
+    if sums != [64 * 3 * 64 * 64] * 4:
+        raise RuntimeError("batches arrived with wrong values")
     return {"batches_s": seconds}
 
 
