@@ -129,7 +129,8 @@ def judge_device(facts: Facts) -> Iterator[Finding]:
     """The GPUs, or why there are none."""
     built = facts.probe.stages.get("torch", {}).get("cuda")
     if "gpus" not in facts.probe.stages:
-        yield Finding("wrong" if built else "note", "device", f"GPUs could not be tried: {facts.probe.why('gpus')}")
+        tried = facts.probe.was_tried("gpus")
+        yield Finding("wrong" if tried else "note", "device", f"GPUs {'do not work: ' * tried}{facts.probe.why('gpus')}")
         return
     if not facts.gpus:
         if built and _has_driver():
@@ -167,7 +168,7 @@ def judge_precision(facts: Facts) -> Iterator[Finding]:
             yield Finding("ok", "precision", text)
         return
     if "torch" not in facts.probe.stages:
-        yield Finding("note", "precision", "not tried, because torch does not work")
+        yield Finding("note", "precision", "not tried, because the check of torch failed")
         return
     from paceline.training.precision import TRIAL_THREADS, lists_amx, try_bf16
 
@@ -203,7 +204,7 @@ def judge_data() -> Iterator[Finding]:
 
 def _judge_network(facts: Facts) -> Iterator[Finding]:
     if "torch" not in facts.probe.stages:
-        return iter([Finding("note", "network", "not tried, because torch does not work")])
+        return iter([Finding("note", "network", facts.probe.why("all-reduce"))])
     from paceline.dist.world import interfaces  # imports torch
 
     return judge_network(look_at_network(interfaces(), facts.env), facts.probe, facts.env)

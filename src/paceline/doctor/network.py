@@ -42,15 +42,18 @@ def judge_network(network: Network, probe: Probe, env: Mapping[str, str]) -> Ite
     if chosen and chosen not in found:
         listed = ", ".join(found)
         yield Finding("wrong", "network", f"GLOO_SOCKET_IFNAME is {chosen}, not one of {listed}", "unset GLOO_SOCKET_IFNAME")
-    if not local:
+    if not local:  # then nothing else works
         yield Finding("wrong", "network", "there is no loopback interface", "ip link set lo up")
+        return
     for address in network.refused:
         if address in local:
             yield Finding("wrong", "network", f"nothing may listen on {address}", "check firewall and sandbox rules")
         else:
             yield Finding("note", "network", f"nothing may listen on {address}: several nodes cannot meet there")
     done = probe.stages.get("all-reduce")
-    if done is None:
+    if not probe.was_tried("all-reduce"):
+        yield Finding("note", "network", probe.why("all-reduce"))
+    elif done is None:
         fix = "check that lo is up and that no firewall blocks it"
         yield Finding("wrong", "network", f"2 workers could not all-reduce: {probe.why('all-reduce')}", fix)
     else:
@@ -66,20 +69,23 @@ def judge_network(network: Network, probe: Probe, env: Mapping[str, str]) -> Ite
 def judge_loader(probe: Probe) -> Iterator[Finding]:
     """The processes that read data sets which are not kept on the device."""
     about, done = probe.stages.get("torch", {}), probe.stages.get("loader")
-    if done is None:
-        fix = "use --loader-workers 0, which reads in the worker itself"
+    limits = list(judge_limits(_shared_bytes(), _open_files()))
+    if not probe.was_tried("loader"):
+        yield Finding("note", "loader", probe.why("loader"))
+    elif done is None:
+        fix = "" if any(each.fix for each in limits) else "use --loader-workers 0, which reads in the worker itself"
         yield Finding("wrong", "loader", f"2 processes could not load batches: {probe.why('loader')}", fix)
     else:
         yield Finding("ok", "loader", f"2 processes ({about.get('start', 'fork')}) start and load batches")
         took = f"4 batches of 3 MB in {1e3 * done['batches_s']:.0f} ms, sharing by {about.get('sharing', '?')}"
         yield Finding("ok", "loader", took, detail=True)
-    yield from judge_limits(_shared_bytes(), _open_files())
+    yield from limits
 
 
 def judge_limits(shared_bytes: int | None, open_files: int | None) -> Iterator[Finding]:
     """The shared memory through which batches come from loader processes, and the number of open files."""
     if shared_bytes is not None and shared_bytes < _SHARED_BYTES:
-        text = f"/dev/shm has only {shared_bytes / 2**20:,.0f} MiB free: large batches end in a bus error"
+        text = f"/dev/shm has only {shared_bytes / 2**20:,.0f} MiB free, too little for large batches"
         yield Finding("note", "loader", text, "docker run --shm-size=8g (or --ipc=host), or use --loader-workers 0")
     elif shared_bytes is not None:
         yield Finding("ok", "loader", f"{shared_bytes / 2**30:.1f} GiB of shared memory")

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from typing import Any
 from paceline.dist.process import die_with_parent, python_command, signal_name
 
 LIMIT_S = 60.0
+_LOADER_S = 20.0
 STAGES = ("torch", "all-reduce", "loader", "gpus")
 """In this order: loader processes must be forked before CUDA is used."""
 
@@ -28,13 +30,25 @@ class Probe:
     """What the first child reported, by stage, and why it ended."""
 
     stages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    errors: Mapping[str, str] = field(default_factory=dict)
+    """The errors that stages raised."""
     failure: str = ""
-    """Why the stage after the last one reported did not succeed; empty if all did."""
+    """Why the child ended in a stage without an answer; empty if it did not."""
+
+    @property
+    def ended_in(self) -> str:
+        """The stage in which the child ended; empty if it did all."""
+        return next((stage for stage in STAGES if stage not in self.stages and stage not in self.errors), "")
+
+    def was_tried(self, stage: str) -> bool:
+        """Whether a stage began."""
+        return stage in self.stages or stage in self.errors or stage == self.ended_in
 
     def why(self, stage: str) -> str:
         """Why a stage has no result."""
-        last = next((each for each in STAGES if each not in self.stages), "")
-        return self.failure if stage == last else f"not tried, because {last} failed"
+        if not self.was_tried(stage):
+            return f"not tried, because the check of {self.ended_in} failed"
+        return self.errors.get(stage, self.failure)
 
 
 def run_probe(limit_s: float | None = None) -> Probe:
@@ -63,12 +77,16 @@ def run_probe(limit_s: float | None = None) -> Probe:
 def read_probe(text: str, failure: str) -> Probe:
     """The stages in the child's output. Other lines come from libraries."""
     stages: dict[str, Mapping[str, Any]] = {}
+    errors: dict[str, str] = {}
     for each in text.splitlines():
         with suppress(ValueError, AttributeError):
             said = json.loads(each)
-            if said.get("stage") in STAGES:
-                stages[said["stage"]] = said
-    return Probe(stages=stages, failure="" if len(stages) == len(STAGES) else failure)
+            stage = said.get("stage")
+            if stage in STAGES and "error" in said:
+                errors[stage] = str(said["error"])
+            elif stage in STAGES:
+                stages[stage] = said
+    return Probe(stages=stages, errors=errors, failure="" if len(stages) + len(errors) == len(STAGES) else failure)
 
 
 @dataclass(frozen=True)
@@ -115,7 +133,12 @@ def main(store: str, parent: str, limit_s: str, rank: str) -> None:
         stages |= {"loader": _try_loader, "gpus": _try_gpus}
     for stage, try_it in stages.items():
         begin = time.perf_counter()
-        found = try_it()
+        try:
+            found = try_it()
+        except Exception as error:
+            if stage == "torch":
+                raise
+            found = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps({"stage": stage, "s": time.perf_counter() - begin, **found}), flush=True)
     sys.stdout.flush()
     os._exit(0)
@@ -166,12 +189,26 @@ def _try_loader() -> dict[str, Any]:
 
     loader = Streaming(Arrays((torch.ones(64, 3, 64, 64),)), None, torch.device("cpu"), 2, seed=0)
     loader.start()
-    begin = time.perf_counter()
-    total = sum(float(batch[0].sum()) for batch in loader.batches([np.arange(64)] * 4, 0))
+    sums: list[float] = []
+    errors: list[Exception] = []
+
+    def load() -> None:
+        try:
+            sums.extend(float(batch[0].sum()) for batch in loader.batches([np.arange(64)] * 4, 0))
+        except Exception as error:
+            errors.append(error)
+
+    begin, thread = time.perf_counter(), threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(_LOADER_S)  # without shared memory, torch waits forever for a batch
     seconds = time.perf_counter() - begin
+    if thread.is_alive():
+        raise TimeoutError(f"batches did not arrive within {_LOADER_S:g} s")
     loader.close()
-    if total != 4 * 64 * 3 * 64 * 64:
-        raise RuntimeError("the batches arrived with wrong values")
+    if errors:
+        raise errors[0]
+    if sums != [64 * 3 * 64 * 64] * 4:
+        raise RuntimeError("batches arrived with wrong values")
     return {"batches_s": seconds}
 
 

@@ -123,7 +123,9 @@ def test_gpus() -> None:
     assert full.level == "note"
     assert full.text.startswith("another program uses the memory of GPU 1; 2 x NVIDIA H200, 70 of 140 GiB")
     (hangs,) = judge_device(broken("loader", "it did not finish within 60 s", cuda="13.0"))
-    assert (hangs.level, hangs.text) == ("wrong", "GPUs could not be tried: it did not finish within 60 s")
+    assert (hangs.level, hangs.text) == ("wrong", "GPUs do not work: it did not finish within 60 s")
+    (skipped,) = judge_device(broken("torch", "it was killed by SIGSEGV", cuda="13.0"))
+    assert (skipped.level, skipped.text) == ("note", "GPUs not tried, because the check of all-reduce failed")
 
 
 def test_a_driver_is_seen_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

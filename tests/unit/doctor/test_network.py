@@ -38,7 +38,8 @@ def test_an_interface_that_does_not_exist() -> None:
 
 
 def test_no_loopback() -> None:
-    assert (network(interfaces={"eth0": "10.0.0.1"}).level, network(interfaces={}).fix) == ("wrong", "ip link set lo up")
+    found = network(Probe(stages={"torch": {}}, failure="Unable to find address for: lo"), interfaces={"eth0": "10.0.0.1"})
+    assert found == Finding("wrong", "network", "there is no loopback interface", "ip link set lo up")
 
 
 def test_addresses_that_refuse() -> None:
@@ -83,11 +84,25 @@ def test_loader_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = merge("loader", judge_loader(Probe(stages=stages, failure="RuntimeError: Bus error")))
     assert (bad.level, bad.fix) == ("wrong", "use --loader-workers 0, which reads in the worker itself")
     assert bad.text.startswith("2 processes could not load batches: RuntimeError: Bus error")
+    monkeypatch.setattr(module, "_shared_bytes", lambda: 64 << 20)
+    small = merge("loader", judge_loader(Probe(stages=stages, failure="it did not finish within 60 s")))
+    assert (small.level, small.fix[:10]) == ("wrong", "docker run"), "the cause is what to fix"
+
+
+def test_an_error_in_one_stage_does_not_hide_the_others() -> None:
+    said = [{"stage": stage} if stage != "loader" else {"stage": stage, "error": "OSError: no space"} for stage in STAGES]
+    probe = read_probe("\n".join(map(json.dumps, said)), "it was killed")
+    assert (probe.why("loader"), probe.failure, list(probe.stages)) == (
+        "OSError: no space",
+        "",
+        ["torch", "all-reduce", "gpus"],
+    )
+    assert merge("loader", judge_loader(probe)).level == "wrong"
 
 
 def test_limits_of_a_container() -> None:
     (small,) = judge_limits(64 << 20, None)
-    assert (small.level, small.text) == ("note", "/dev/shm has only 64 MiB free: large batches end in a bus error")
+    assert (small.level, small.text) == ("note", "/dev/shm has only 64 MiB free, too little for large batches")
     assert [each.fix for each in judge_limits(None, 256)] == ["ulimit -n 4096"]
     assert list(judge_limits(None, None)) == []
 
@@ -97,6 +112,10 @@ def test_the_output_of_a_probe_that_ended_early() -> None:
     probe = read_probe(said, "it was killed by SIGSEGV")
     assert list(probe.stages) == ["torch"]
     assert probe.why("all-reduce") == "it was killed by SIGSEGV"
-    assert probe.why("loader") == "not tried, because all-reduce failed"
+    assert probe.why("loader") == "not tried, because the check of all-reduce failed"
+    assert merge("loader", judge_loader(probe)).level == "note", "only what failed is wrong"
+    assert network(probe).level == "wrong"
+    dead = Probe(failure="no module named torch")
+    assert network(dead).text.startswith("not tried, because the check of torch failed")
     whole = "\n".join(json.dumps({"stage": stage}) for stage in STAGES)
     assert read_probe(whole, "rank 1 was killed").failure == ""
