@@ -56,6 +56,12 @@ export function findNewest(summaries) {
   return id;
 }
 
+/** The folder that all these records are in; "" if they are not in one. */
+export function commonFolder(ids) {
+  const folders = new Set(ids.map((id) => id.slice(0, Math.max(0, id.lastIndexOf("/")))));
+  return folders.size === 1 ? [...folders][0] : "";
+}
+
 /** The metric of all runs; null if some have another. */
 export function commonMetric(summaries) {
   const found = new Set(summaries.map(metricOf).filter(Boolean));

@@ -76,7 +76,7 @@ export function makeRows(frame, on) {
   function makeRow(id) {
     const box = node("input", { type: "checkbox" });
     const fold = node("button", { type: "button", class: "fold" });
-    const name = node("a", { class: "run-name", tabindex: "-1" });
+    const name = node("a", { class: "run-name two-parts", tabindex: "-1" });
     const [sub, second, badge] = [node("small", { class: "facts" }), node("small", { class: "second" }), node("span")];
     const inner = { name: [node("div", { class: "title" }, fold, name), sub, second], status: [badge] };
     const cells = COLUMNS.map(({ key }) => cell(key === "name" ? "th" : "td", key, ...(inner[key] || [])));
@@ -200,6 +200,12 @@ export function makeRows(frame, on) {
   };
 }
 
+/** A name in two elements. If there is no room for it, the first is shortened, and its end stays readable. */
+export function twoParts(name) {
+  const cut = Math.max(0, name.length - TAIL);
+  return [node("span", {}, name.slice(0, cut)), node("span", {}, name.slice(cut))];
+}
+
 function makeHeads(tr, sort) {
   const heads = new Map();
   tr.append(cell("td", "pick"));
@@ -225,9 +231,7 @@ function fill(row, line, link) {
   if (!changed) return;
   const { summary } = line;
   row.box.setAttribute("aria-label", folds ? `Compare the runs of ${summary.name}` : `Compare ${summary.name}`);
-  const cut = Math.max(0, line.name.length - TAIL);
-  const [start, end] = [line.name.slice(0, cut), line.name.slice(cut)];
-  if (row.name.textContent !== line.name) row.name.replaceChildren(node("span", {}, start), node("span", {}, end));
+  if (row.name.textContent !== line.name) row.name.replaceChildren(...twoParts(line.name));
   row.name.title = summary.name;
   row.name.href = link(line);
   row.tr.className = `level-${line.level}${folds ? " is-group" : ""}${line.second ? " is-tall" : ""}`;
