@@ -140,7 +140,7 @@ def test_a_study_is_selected_as_a_whole_and_its_row_shows_its_page(page: "Page",
     box = page.get_by_role("checkbox", name="Compare the runs of study-a")
     box.check()
     wait_for_text(page, "h1", ["2 runs of study-a compared"])
-    expect(page.locator("#headline")).to_contain_text("two-seed0 ended best")
+    expect(page.locator("#headline")).to_contain_text("2 runs: two-seed0 ended best")
     wait_for_text(page, "#chosen li > span:nth-child(2)", ["one-seed0", "two-seed0"])
     page.get_by_role("button", name="Remove study-a/one-seed0").click()
     wait_for_text(page, "h1", ["study-a/two-seed0"])

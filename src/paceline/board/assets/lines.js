@@ -166,10 +166,10 @@ function compareBy({ key, way }, summaries) {
   const mixed = isMetric && new Set(summaries.map(metricOf).filter(Boolean)).size > 1;
   return (a, b) => {
     const [x, y] = [valueOf(column, a, way), valueOf(column, b, way)];
-    const tie = names.compare(a.name, b.name);
-    if (x === null || y === null) return (y !== null) - (x !== null) || tie;
+    const tie = () => names.compare(a.name, b.name);
+    if (x === null || y === null) return (y !== null) - (x !== null) || tie();
     if (mixed && metricOf(a) !== metricOf(b)) return metricOf(a) === "accuracy" ? -1 : 1;
     const order = isNumber(x) && isNumber(y) ? x - y : names.compare(String(x), String(y));
-    return (mixed && metricOf(a) === "loss" ? -way : way) * order || tie;
+    return (mixed && metricOf(a) === "loss" ? -way : way) * order || tie();
   };
 }

@@ -173,20 +173,21 @@ export function makeRows(frame, on) {
      */
     show(lines, colors, sort, titles, fromTop) {
       const top = frame.scrollTop;
-      const place = placeAt(top);
-      const before = shown.slice(0, place + 1).reverse().map((line, back) => [line.id, tops[place - back] - top]);
+      const [before, started] = [shown, tops];
+      let place = placeAt(top);
       shown = lines;
       at = new Map(lines.map((line, index) => [line.id, index]));
       chosen = colors;
       measure();
-      const kept = top > 0 && before.find(([id]) => at.has(id));
+      while (place >= 0 && before.length && !at.has(before[place].id)) place--;
+      const moved = top > 0 && before.length && place >= 0 ? tops[at.get(before[place].id)] - started[place] : 0;
       for (const [key, th] of heads) {
         th.setAttribute("aria-sort", key !== sort.key ? "none" : sort.way > 0 ? "ascending" : "descending");
         if (titles[key]) setText(th.firstChild, titles[key]);
       }
       // The height first: a frame scrolls no further than to its end.
       above.firstChild.style.height = `${Math.max(tops[lines.length], top + frame.clientHeight)}px`;
-      frame.scrollTop = fromTop ? 0 : kept ? Math.max(0, tops[at.get(kept[0])] - kept[1]) : top;
+      frame.scrollTop = fromTop ? 0 : Math.max(0, top + moved);
       draw();
     },
     /** Change the colors of the selected runs. */
