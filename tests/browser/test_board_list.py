@@ -58,6 +58,13 @@ OVERLAPS = """() => {
     }
     return found;
 }"""
+UNEXPECTED_HEIGHTS = """() => {  // the list computes which rows are visible from these heights
+    const style = getComputedStyle(document.getElementById("rows"));
+    const [plain, tall] = ["--row", "--tall"].map(name => parseFloat(style.getPropertyValue(name)));
+    return [...document.querySelectorAll("tbody tr[data-id]")]
+        .filter(row => row.getBoundingClientRect().height !== (row.classList.contains("is-tall") ? tall : plain))
+        .map(row => [row.dataset.id, row.getBoundingClientRect().height]);
+}"""
 SHORTENED = """() => [...document.querySelectorAll(".run-name > :first-child")]
     .filter(each => each.scrollWidth > each.clientWidth + 1).map(each => each.parentElement.textContent)"""
 
@@ -94,6 +101,7 @@ def test_nothing_overlaps(page: "Page", url: str) -> None:
     wait_for_text(page, "tr.level-1 .run-name", [*(f"{arm}-seed0" for arm in ARMS), "lr-0.1"])
     expect(page.get_by_role("row", name="Compare live")).to_contain_text("running 11%")
     assert page.evaluate(OVERLAPS) == []
+    assert page.evaluate(UNEXPECTED_HEIGHTS) == []
     assert page.evaluate("document.getElementById('rows').scrollWidth <= document.getElementById('rows').clientWidth")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert set(page.evaluate(SHORTENED)) <= {TOO_LONG, f"{list(ARMS)[1]}-seed0"}
