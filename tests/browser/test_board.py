@@ -234,7 +234,7 @@ def test_only_visible_rows_of_thousands_exist(page: "Page", own: str, tmp_path: 
 @pytest.mark.usefixtures("no_charts")
 def test_an_empty_folder_says_how_to_make_a_run_and_shows_it(page: "Page", own: str, tmp_path: Path) -> None:
     page.goto(own)
-    expect(page.get_by_text("paceline train fashion-mnist-mini")).to_be_visible()
+    expect(page.get_by_text(f"paceline train fashion-mnist-mini --runs-dir {tmp_path}")).to_be_visible()
     live = begin_run(tmp_path, "first", task="my_task.py", unit="windows")
     wait_for_text(page, NAMES, ["first"])
     expect(page.get_by_role("row", name="Compare first")).to_contain_text("running")

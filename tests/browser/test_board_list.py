@@ -58,6 +58,13 @@ OVERLAPS = """() => {
     }
     return found;
 }"""
+UNEXPECTED_HEIGHTS = """() => {  // the list computes which rows are visible from these heights
+    const style = getComputedStyle(document.getElementById("rows"));
+    const [plain, tall] = ["--row", "--tall"].map(name => parseFloat(style.getPropertyValue(name)));
+    return [...document.querySelectorAll("tbody tr[data-id]")]
+        .filter(row => row.getBoundingClientRect().height !== (row.classList.contains("is-tall") ? tall : plain))
+        .map(row => [row.dataset.id, row.getBoundingClientRect().height]);
+}"""
 SHORTENED = """() => [...document.querySelectorAll(".run-name > :first-child")]
     .filter(each => each.scrollWidth > each.clientWidth + 1).map(each => each.parentElement.textContent)"""
 
@@ -94,6 +101,7 @@ def test_nothing_overlaps(page: "Page", url: str) -> None:
     wait_for_text(page, "tr.level-1 .run-name", [*(f"{arm}-seed0" for arm in ARMS), "lr-0.1"])
     expect(page.get_by_role("row", name="Compare live")).to_contain_text("running 11%")
     assert page.evaluate(OVERLAPS) == []
+    assert page.evaluate(UNEXPECTED_HEIGHTS) == []
     assert page.evaluate("document.getElementById('rows').scrollWidth <= document.getElementById('rows').clientWidth")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert set(page.evaluate(SHORTENED)) <= {TOO_LONG, f"{list(ARMS)[1]}-seed0"}
@@ -139,13 +147,14 @@ def test_a_study_is_selected_as_a_whole_and_its_row_shows_its_page(page: "Page",
     page.goto(f"{own}#sort=name")
     box = page.get_by_role("checkbox", name="Compare the runs of study-a")
     box.check()
-    wait_for_text(page, "h1", ["2 records compared"])
-    wait_for_text(page, "#chosen li > span:nth-child(2)", ["study-a/one-seed0", "study-a/two-seed0"])
+    wait_for_text(page, "h1", ["2 runs of study-a compared"])
+    expect(page.locator("#headline")).to_contain_text("2 runs: two-seed0 ended best")
+    wait_for_text(page, "#chosen li > span:nth-child(2)", ["one-seed0", "two-seed0"])
     page.get_by_role("button", name="Remove study-a/one-seed0").click()
     wait_for_text(page, "h1", ["study-a/two-seed0"])
     assert box.evaluate("box => [box.checked, box.indeterminate]") == [False, True]
     box.check()
-    wait_for_text(page, "h1", ["2 records compared"])
+    wait_for_text(page, "h1", ["2 runs of study-a compared"])
     box.uncheck()
     expect(page.locator("#chosen")).to_be_hidden()
     page.locator(NAMES, has_text="study-a").click()

@@ -12,6 +12,7 @@ import hmac
 import html
 import ipaddress
 import secrets
+import shlex
 import signal
 import socket
 import threading
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 DEFAULT_PORT = 8420
+DEFAULT_FOLDER = "runs"
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -147,7 +149,8 @@ def make_app(root: Path, live: Live) -> App:
     script_name = f"plotly-{hashlib.sha256(script.encode()).hexdigest()[:12]}.js"
     scripts = "\n".join(f'<script src="assets/{name}" defer></script>' for name in SCRIPTS)
     page = own_asset("board.html").replace("@scripts@", scripts).replace("@plotly@", script_name)
-    page = page.replace("@folder@", html.escape(str(root)))
+    elsewhere = "" if str(root) == DEFAULT_FOLDER else f" --runs-dir {shlex.quote(str(root))}"
+    page = page.replace("@folder@", html.escape(str(root))).replace("@runs-dir@", html.escape(elsewhere))
 
     async def home(request: "Request") -> Response:
         return Response(page, media_type="text/html; charset=utf-8")

@@ -156,7 +156,7 @@ class Live:
         path, source = await aside(self._listing.path, id), None
         if path is not None:
             begin = time.monotonic()
-            source = await aside(_read_source, path, id, followed.end)
+            source = await aside(_read_source, path, browser.name_of(id), followed.end) | {"id": id}
             followed.read_s = time.monotonic() - begin
             followed.head = {name: value for name, value in source.items() if name not in ("series", "timeline", "landscape")}
         return _event("source", {"id": id, "headline": browser.headline(), "source": source})
@@ -282,6 +282,11 @@ class _Browser:
         except TimeoutError:
             return {}
 
+    def name_of(self, id: str) -> str:
+        """A record's name on the page: without its folder if all records are in that one."""
+        folders = {each.rpartition("/")[0] for each in self.ids}
+        return id.rpartition("/")[2] if len(folders) == 1 and len(self.ids) > 1 else id
+
     def headline(self) -> str:
         heads = [self.followed[id].head for id in self.ids if id in self.followed and self.followed[id].head]
         try:
@@ -294,10 +299,9 @@ def _event(name: str, data: Any, id: str = "") -> str:
     return f"event: {name}\n{f'id: {id}{chr(10)}' if id else ''}data: {_to_json(data)}\n\n"
 
 
-def _read_source(path: ConfinedPath, id: str, end: int) -> dict[str, Any]:
-    """A record up to byte `end` of its rows, under its name in the list."""
-    source = read_source(path, end)
-    source |= {"id": id, "name": path.name if id == "." else id}
+def _read_source(path: ConfinedPath, name: str, end: int) -> dict[str, Any]:
+    """A record up to byte `end` of its rows, under its name on the board."""
+    source = read_source(path, end) | {"name": path.name if name == "." else name}
     return {**source, "summary": summarize(source)}
 
 

@@ -3,8 +3,8 @@
 
 import { makeAddress, readAddress } from "./address.js";
 import { COLUMNS, metricOf } from "./columns.js";
-import { commonMetric, findNewest, makeLines } from "./lines.js";
-import { makeRows } from "./rows.js";
+import { commonFolder, commonMetric, findNewest, makeLines } from "./lines.js";
+import { makeRows, twoParts } from "./rows.js";
 
 const { color, commas, key, node, unitOf } = window.Paceline;
 
@@ -284,6 +284,7 @@ function drawEmpty(all, found) {
   const unread = !listed || pending > 0;
   $("rows").hidden = found === 0;
   $("none").hidden = all > 0 || unread;
+  document.querySelector(".find").hidden = !$("none").hidden; // nothing to find
   $("no-match").hidden = found > 0 || all === 0 || unread;
 }
 
@@ -292,7 +293,8 @@ function drawReport() {
   const found = state.run.filter((id) => sources.has(id)).map((id) => sources.get(id));
   document.querySelector(".hero").hidden = !chosen;
   $("page").hidden = !chosen;
-  const title = found.length === 1 ? found[0].name : `${found.length} records compared`;
+  const folder = commonFolder(state.run);
+  const title = found.length === 1 ? found[0].name : folder ? `${found.length} runs of ${folder} compared` : `${found.length} records compared`;
   const gone = missing();
   const none = chosen && gone.length === state.run.length;
   $("title").textContent = found.length ? title : none ? runs.get(gone[0])?.name || "Not found" : chosen ? "Reading" : "";
@@ -318,17 +320,20 @@ function reasons(ids) {
 
 function drawChosen() {
   $("chosen").hidden = state.run.length === 0;
-  $("chosen-label").textContent = state.run.length === 1 ? "Shown" : "Compared";
+  $("chosen-label").textContent = state.run.length === 1 ? "Shown" : `${state.run.length} compared`;
   $("save").hidden = missing().length === state.run.length;
   $("save").href = `report?${new URLSearchParams(state.run.map((id) => ["run", id]))}`;
   const sign = JSON.stringify(state.run.map((id) => [id, runs.has(id) && runs.get(id).name, color(id), missing().includes(id)]));
   if ($("chosen").dataset.sign === sign) return; // a new button would miss a click that has begun
   $("chosen").dataset.sign = sign;
-  const items = state.run.map((id) => {
-    const name = runs.has(id) ? runs.get(id).name : id;
+  const names = state.run.map((id) => (runs.has(id) ? runs.get(id).name : id));
+  const inside = (name) => name.slice(name.lastIndexOf("/") + 1); // without the group, unless another has a run of that name
+  const items = state.run.map((id, index) => {
+    const name = names[index];
+    const unique = names.filter((each) => inside(each) === inside(name)).length === 1;
     const remove = node("button", { type: "button", "data-id": id, "aria-label": `Remove ${name}` }, "×");
     const away = missing().includes(id) ? node("small", {}, runs.has(id) ? "not read" : "missing") : null;
-    return node("li", {}, key(id), node("span", { title: name }, name), away, remove);
+    return node("li", {}, key(id), node("span", { class: "two-parts", title: name }, ...twoParts(unique ? inside(name) : name)), away, remove);
   });
   const focused = document.activeElement && document.activeElement.closest("#chosen li") ? document.activeElement.dataset.id : null;
   document.querySelector("#chosen ul").replaceChildren(...items);

@@ -9,7 +9,7 @@ const either = (a, b) => (isNumber(a) ? a : b);
 export const metricOf = (summary) => (isNumber(summary.accuracy) ? "accuracy" : isNumber(summary.loss) ? "loss" : null);
 
 export const COLUMNS = [
-  { key: "name", title: "run", first: 1 },
+  { key: "name", title: "name", first: 1 },
   { key: "status", title: "status", first: 1 },
   { key: "task", title: "task", first: 1 },
   { key: "workers", title: "workers", show: workers, first: -1, about: "workers: processes with one device each; V: virtual workers, if that number differs" },

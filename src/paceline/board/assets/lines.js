@@ -56,6 +56,12 @@ export function findNewest(summaries) {
   return id;
 }
 
+/** The folder that all these records are in; "" if they are not in one. */
+export function commonFolder(ids) {
+  const folders = new Set(ids.map((id) => id.slice(0, Math.max(0, id.lastIndexOf("/")))));
+  return folders.size === 1 ? [...folders][0] : "";
+}
+
 /** The metric of all runs; null if some have another. */
 export function commonMetric(summaries) {
   const found = new Set(summaries.map(metricOf).filter(Boolean));
@@ -160,10 +166,10 @@ function compareBy({ key, way }, summaries) {
   const mixed = isMetric && new Set(summaries.map(metricOf).filter(Boolean)).size > 1;
   return (a, b) => {
     const [x, y] = [valueOf(column, a, way), valueOf(column, b, way)];
-    const tie = names.compare(a.name, b.name);
-    if (x === null || y === null) return (y !== null) - (x !== null) || tie;
+    const tie = () => names.compare(a.name, b.name);
+    if (x === null || y === null) return (y !== null) - (x !== null) || tie();
     if (mixed && metricOf(a) !== metricOf(b)) return metricOf(a) === "accuracy" ? -1 : 1;
     const order = isNumber(x) && isNumber(y) ? x - y : names.compare(String(x), String(y));
-    return (mixed && metricOf(a) === "loss" ? -way : way) * order || tie;
+    return (mixed && metricOf(a) === "loss" ? -way : way) * order || tie();
   };
 }

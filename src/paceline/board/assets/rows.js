@@ -76,7 +76,7 @@ export function makeRows(frame, on) {
   function makeRow(id) {
     const box = node("input", { type: "checkbox" });
     const fold = node("button", { type: "button", class: "fold" });
-    const name = node("a", { class: "run-name", tabindex: "-1" });
+    const name = node("a", { class: "run-name two-parts", tabindex: "-1" });
     const [sub, second, badge] = [node("small", { class: "facts" }), node("small", { class: "second" }), node("span")];
     const inner = { name: [node("div", { class: "title" }, fold, name), sub, second], status: [badge] };
     const cells = COLUMNS.map(({ key }) => cell(key === "name" ? "th" : "td", key, ...(inner[key] || [])));
@@ -173,20 +173,21 @@ export function makeRows(frame, on) {
      */
     show(lines, colors, sort, titles, fromTop) {
       const top = frame.scrollTop;
-      const place = placeAt(top);
-      const before = shown.slice(0, place + 1).reverse().map((line, back) => [line.id, tops[place - back] - top]);
+      const [before, started] = [shown, tops];
+      let place = placeAt(top);
       shown = lines;
       at = new Map(lines.map((line, index) => [line.id, index]));
       chosen = colors;
       measure();
-      const kept = top > 0 && before.find(([id]) => at.has(id));
+      while (place >= 0 && before.length && !at.has(before[place].id)) place--;
+      const moved = top > 0 && before.length && place >= 0 ? tops[at.get(before[place].id)] - started[place] : 0;
       for (const [key, th] of heads) {
         th.setAttribute("aria-sort", key !== sort.key ? "none" : sort.way > 0 ? "ascending" : "descending");
         if (titles[key]) setText(th.firstChild, titles[key]);
       }
       // The height first: a frame scrolls no further than to its end.
       above.firstChild.style.height = `${Math.max(tops[lines.length], top + frame.clientHeight)}px`;
-      frame.scrollTop = fromTop ? 0 : kept ? Math.max(0, tops[at.get(kept[0])] - kept[1]) : top;
+      frame.scrollTop = fromTop ? 0 : Math.max(0, top + moved);
       draw();
     },
     /** Change the colors of the selected runs. */
@@ -198,6 +199,12 @@ export function makeRows(frame, on) {
       move(at.has(active) ? at.get(active) : 0);
     },
   };
+}
+
+/** A name in two elements. If there is no room for it, the first is shortened, and its end stays readable. */
+export function twoParts(name) {
+  const cut = Math.max(0, name.length - TAIL);
+  return [node("span", {}, name.slice(0, cut)), node("span", {}, name.slice(cut))];
 }
 
 function makeHeads(tr, sort) {
@@ -225,9 +232,7 @@ function fill(row, line, link) {
   if (!changed) return;
   const { summary } = line;
   row.box.setAttribute("aria-label", folds ? `Compare the runs of ${summary.name}` : `Compare ${summary.name}`);
-  const cut = Math.max(0, line.name.length - TAIL);
-  const [start, end] = [line.name.slice(0, cut), line.name.slice(cut)];
-  if (row.name.textContent !== line.name) row.name.replaceChildren(node("span", {}, start), node("span", {}, end));
+  if (row.name.textContent !== line.name) row.name.replaceChildren(...twoParts(line.name));
   row.name.title = summary.name;
   row.name.href = link(line);
   row.tr.className = `level-${line.level}${folds ? " is-group" : ""}${line.second ? " is-tall" : ""}`;
