@@ -35,6 +35,8 @@ _SIDE = 28  # pixels
 def check(name: str, options: Mapping[str, Any]) -> None:
     """Raise a UsageError for what is wrong before any worker starts, without loading data or running the user's file."""
     converted = check_options(options)
+    if not isinstance(name, str):
+        _check_task(name, "paceline.train got", "give")
     if name not in _BUILT_IN:
         _locate(name)
         return  # the file may register its own models and optimizers

@@ -407,6 +407,12 @@ def test_a_task_without_accuracy_is_compared_by_loss(capsys):
     assert "points" not in out.replace("points-", "")
 
 
+def test_a_task_without_validation_cannot_be_compared(trained, mistake):
+    Path("my_task.py").write_text(TASK.replace("HAPPENS", "pass").replace(" validation=lambda: points(32),", ""))
+    assert "arm 'small': task points has no validation data, so nothing can be compared" in mistake("study", write(POINTS))
+    assert not trained
+
+
 def test_a_users_mistake_in_a_run_ends_the_study(trained, mistake):
     text = TINY.replace('[arms."V = 4"]', '[arms."V = 4"]\nglobal_batch = 1024').replace(
         "virtual_workers = 4", "virtual_workers = 512"

@@ -208,6 +208,8 @@ def test_a_task_object_or_function_as_a_task() -> None:
     assert tasks.resolve(make(), {})[0].name == "mine"
     with pytest.raises(UsageError, match=r"paceline\.train got a function: give a paceline\.Task"):
         tasks.resolve(make, {})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"paceline\.train got a function: give a paceline\.Task"):
+        tasks.check(make, {})  # type: ignore[arg-type]
 
 
 def objective_of(value: Any) -> Any:
