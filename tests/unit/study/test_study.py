@@ -357,7 +357,10 @@ def test_an_error_in_one_run_does_not_stop_the_others(trained, capsys):
     assert cli.run(["study", write(POINTS)]) == 0
     assert [run["status"] for run in results()["runs"]] == ["done", "failed", "done", "failed"]
     out = capsys.readouterr().out
-    assert "large, seed 1: failed: MemoryError: out of memory" in out
+    assert "large, seed 1: failed: MemoryError: out of memory (my_task.py, line " in out
+    failed = results()["runs"][1]
+    assert failed["where"].startswith("my_task.py, line ")
+    assert "raise MemoryError" in failed["where"]
     assert "no verdict (2 of 2 failed)" in out
     assert "Traceback" in Path("runs/study-tiny/large-seed0.log").read_text()
     write_task("pass")
