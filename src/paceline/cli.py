@@ -21,8 +21,8 @@ from paceline.dist.messages import headline, is_lost_contact, send_failure, send
 from paceline.dist.place import read_place
 from paceline.dist.process import exit_now
 from paceline.dist.watch import mark_own_process
-from paceline.errors import PacelineError, Stopped, UsageError, printable, refuse_exit, unknown
-from paceline.hints import unknown_flag
+from paceline.errors import PacelineError, Stopped, UsageError, printable, refuse_exit
+from paceline.hints import unknown_flag, unknown_verb
 from paceline.loading import pause_collector
 from paceline.output import close_output, is_terminal, open_output, reader_is_gone, warn
 
@@ -163,7 +163,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
     argv = _plain(argv)
     called = next((arg for arg in argv if not arg.startswith("-")), None)
     if called is not None and called not in VERBS:
-        raise unknown("verb", called, VERBS)
+        raise unknown_verb(called, VERBS)
     parser, verbs = make_parser([called] if called else [])
     if not argv:
         parser.print_help(sys.stderr)

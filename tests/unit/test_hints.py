@@ -11,7 +11,7 @@ import paceline
 from paceline import cli, models
 from paceline.config import Config, check_options, make_config
 from paceline.errors import UsageError
-from paceline.hints import ANSWERS, TABLE, find_hint, named_options
+from paceline.hints import ANSWERS, TABLE, VERBS, find_hint, named_options
 from paceline.optim import check_optimizer
 from paceline.study.study import parse_settings
 from paceline.toml import read_recipe
@@ -107,8 +107,11 @@ def test_what_users_of_other_tools_type_is_answered(verb):
         ("--LR", "use --base-lr"),
         ("--learning_rate", "use --base-lr"),
         ("--wrokers", "did you mean --workers?"),
-        ("--foo", "see paceline train --help-all"),
-        ("--xyz", "see paceline train --help-all"),
+        ("--hidden", "see paceline train --help-all, or use --set hidden=VALUE if your task() takes it"),
+        ("--num-layers", "see paceline train --help-all, or use --set num-layers=VALUE if your task() takes it"),
+        ("--shuffle", "see paceline train --help-all"),
+        ("--heads", "see paceline train --help-all"),
+        ("--3d", "see paceline train --help-all"),
     ],
 )
 def test_the_answer_to_a_flag(typed, words):
@@ -148,6 +151,16 @@ def test_the_answer_to_a_key_wherever_it_is_given(key, words, tmp_path, monkeypa
         with pytest.raises(UsageError) as caught:
             call()
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("names", VERBS)
+def test_verbs_of_other_tools(names):
+    verb, *rest = VERBS[names].split()[1:]
+    assert verb in cli.VERBS
+    assert {word for word in rest if word.startswith("--")} <= flags_of(verb)
+    for name in names.split():
+        assert name not in cli.VERBS
+        assert refusal(name, "x") == f"unknown verb '{name}': use {VERBS[names]}"
 
 
 def test_other_verbs_get_no_answers_about_training():
