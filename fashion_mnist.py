@@ -83,7 +83,7 @@ def _options(args: argparse.Namespace, model: str) -> dict[str, Any]:
         "warmup_from": 1 / args.num_gpus,
         "epochs": args.epochs,
         "target_accuracy": args.target_accuracy,
-        "patience": args.patience,
+        "patience": args.patience if args.target_accuracy else 1,  # without a target there is nothing to count
         "seed": args.seed,
         "runs_dir": args.runs_dir,
     }

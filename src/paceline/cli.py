@@ -9,7 +9,6 @@ import shutil
 import sys
 import textwrap
 import time
-import traceback
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -17,11 +16,12 @@ from typing import Any, NoReturn
 
 from paceline import __version__
 from paceline.dist.launch import INTERRUPTED, start_as_worker
-from paceline.dist.messages import headline, is_lost_contact, send_failure, send_finished
+from paceline.dist.messages import failed_first, is_lost_contact, send_failure, send_finished
 from paceline.dist.place import read_place
-from paceline.dist.process import exit_now
+from paceline.dist.process import exit_now, stop_spinning_if_shared
 from paceline.dist.watch import mark_own_process
-from paceline.errors import PacelineError, Stopped, UsageError, printable, refuse_exit
+from paceline.errors import PacelineError, SampleError, Stopped, UsageError, refuse_exit
+from paceline.explanation import explain
 from paceline.hints import unknown_flag, unknown_verb
 from paceline.loading import pause_collector
 from paceline.output import close_output, is_terminal, open_output, reader_is_gone, warn
@@ -38,9 +38,11 @@ VERBS = {
     "study": ("paceline.study.verb", "Train arms x seeds from a TOML file; print a table with spreads and verdicts."),
     "data": ("paceline.data.verb", "List, fetch or verify the built-in data sets."),
     "completion": ("paceline.completion", "Print a script that completes commands in bash, zsh or fish."),
-    "doctor": ("paceline.doctor.verb", "Check this machine: torch, devices, backends, network, data, a real all-reduce."),
+    "doctor": ("paceline.doctor.verb", "Say in ten lines whether this machine will train well, and what to fix."),
 }
 """The module and the one-line summary of each verb."""
+
+_TRAINING = ("train", "scale", "advise", "rehearse", "study")
 
 _EXAMPLES = """examples:
   paceline train fashion-mnist-mini --workers 2
@@ -55,6 +57,10 @@ _EXAMPLES = """examples:
   paceline data fetch fashion-mnist
   paceline doctor
 """
+
+
+_TRACEBACK = "--traceback"
+_LINGER_S = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -77,10 +83,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a command line and return its exit code. An error is printed as one line, a bug of ours with its traceback."""
-    verb = ""
+    """Run a command line and return its exit code.
+
+    An error is printed as one line and the user's own frame; with its traceback if that is asked for or says more.
+    """
+    verb, whole = "", _TRACEBACK in argv
     try:
         verb, options = _parse(argv)
+        if verb in _TRAINING:
+            _prepare_threads()
         with refuse_exit():  # not around _parse: argparse exits by itself after --help
             return int(import_module(VERBS[verb][0]).run(options))
     except KeyboardInterrupt:
@@ -89,12 +100,12 @@ def run(argv: Sequence[str]) -> int:
         return INTERRUPTED
     except BrokenPipeError as error:
         # `train` survives a broken stdout, so there the error comes from the task.
-        return 1 if verb != "train" and reader_is_gone() else _explain(error)
+        return 1 if verb != "train" and reader_is_gone() else _explain(error, whole)
     except Exception as error:
-        return _explain(error)
+        return _explain(error, whole)
 
 
-def _explain(error: Exception) -> int:
+def _explain(error: Exception, whole: bool) -> int:
     """Print what went wrong, once for all workers, and return the exit code."""
     code = error.exit_code if isinstance(error, PacelineError) else 1
     place = None
@@ -104,16 +115,26 @@ def _explain(error: Exception) -> int:
     if place and place.launcher == "paceline" and send_failure(rank, error):
         return code
     prefix = f"paceline: worker {rank}: " if place and place.size > 1 else "paceline: "
-    if isinstance(error, UsageError | Stopped) and rank != 0:
-        if isinstance(error, UsageError):
-            time.sleep(2)  # all workers have the same error: let rank 0 print it before the launcher ends it because of us
-    elif isinstance(error, PacelineError):
-        warn(f"{prefix}{error}")
-    elif is_lost_contact(error):
-        warn(f"{prefix}lost contact with another worker: its own error is the cause")
-    else:
-        warn(printable(f"{prefix}failed: {headline(error)}\n{traceback.format_exc()}".rstrip("\n")))
+    known = failed_first(error)
+    shared = isinstance(error, UsageError | Stopped) and not isinstance(error, SampleError)  # these come to all workers
+    first = known if known is not None else rank == 0 or not shared
+    if first:
+        lost = "lost contact with another worker: its own error is the cause"
+        warn(prefix + (lost if is_lost_contact(error) else explain(error).describe(whole=whole)))
+    hosts_store = bool(known and place and rank == 0 and place.launcher != "torchrun")
+    if hosts_store or not (first or isinstance(error, Stopped)):
+        # The launcher may end all workers when one ends: let the first one print its error before. And let the others look into
+        # rank 0's store whether they are the first.
+        time.sleep(_LINGER_S)
     return code
+
+
+def _prepare_threads() -> None:
+    """Look at the cores before torch loads. Not in workers: the others would count as other programs."""
+    with suppress(UsageError):
+        note = stop_spinning_if_shared() if read_place().launcher == "alone" else ""
+        if note:
+            warn(f"note: {note}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -154,6 +175,7 @@ def make_parser(called: Collection[str]) -> tuple[Parser, dict[str, Parser]]:
     for verb, (module, summary) in VERBS.items():
         made[verb] = verbs.add_parser(verb, help=summary, description=summary, allow_abbrev=False, formatter_class=_Help)
         if verb in called:
+            made[verb].add_argument(_TRACEBACK, action="store_true", help="print the whole traceback of an error")
             import_module(module).add_arguments(made[verb])
     return parser, made
 
@@ -172,6 +194,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
     if rest:
         (verbs[called] if called else parser).refuse(next((arg for arg in rest if arg.startswith("-")), rest[0]))
     options = vars(args)
+    del options["traceback"]  # `run` has read it: an error may come before the options are known
     return options.pop("verb"), options
 
 

@@ -172,7 +172,7 @@ class Config(RemembersGiven):
     """Stop after N steps (0: no limit)."""
     target_accuracy: float = _run(0.0, Role.TIMING, Role.WHOLE_RUN, at_least=0, at_most=1)
     """Stop when validation accuracy reaches this (0: no target) in --patience epochs in a row."""
-    patience: int = _run(1, Role.TIMING, at_least=1)
+    patience: int = _run(1, Role.TIMING, Role.WHOLE_RUN, at_least=1)
     """How many epochs in a row must reach --target-accuracy."""
     precision: Literal["auto", "fp32", "bf16"] = _run("auto", Role.MODEL, Role.COMMON)
     """bf16 runs the forward pass under autocast; weights and optimizer stay fp32. auto: bf16 on devices made for it."""
@@ -240,6 +240,11 @@ class Config(RemembersGiven):
             raise UsageError(
                 "--local-steps cannot be combined with --sam-rho, --measure-noise or --lr-rule adascale: parts that train by"
                 " themselves have no common gradient"
+            )
+        if self.patience > 1 and not self.target_accuracy:
+            raise UsageError(
+                f"--patience {self.patience} does nothing without --target-accuracy: it counts the epochs in a row that reach"
+                " the target; give both, or leave --patience out (or set it to 1)"
             )
         if self.sam_rho and self.accumulate > 1:
             raise UsageError(

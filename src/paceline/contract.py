@@ -88,6 +88,8 @@ def contract_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _task(task: str, train_samples: int, validation_samples: int) -> str:
+    if not validation_samples:
+        return f"{task}: {train_samples:,} training samples, no validation"
     return f"{task}: {train_samples:,} training and {validation_samples:,} validation samples"
 
 

@@ -29,6 +29,10 @@ class UsageError(PacelineError):
         return printable(super().__str__()).replace("\n", "\\n")
 
 
+class SampleError(UsageError):
+    """A mistake in some samples. Only the workers that have them may notice, so each reports its own."""
+
+
 class DataError(PacelineError):
     """Data is missing, damaged or cannot be fetched."""
 
@@ -77,7 +81,7 @@ def refuse_exit() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise PacelineError(describe_exit(error)) from error
+        raise PacelineError(describe_exit(error)) from None  # the text says where
 
 
 def describe_exit(error: SystemExit) -> str:

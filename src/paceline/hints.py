@@ -110,9 +110,8 @@ TABLE = {
     "log-interval log-freq logging-steps print-freq log-steps": "use {log_every=N} (a row in metrics.jsonl every N steps)",
     "wandb mlflow comet": "not available: {tracker=tensorboard} is the only tracker; every run is also in metrics.jsonl",
     "tensorboard tb": "use {tracker=tensorboard}",
-    "verbose v debug": (
-        "not available: a run prints its contract and one line per epoch; {log_every=1} writes every step to metrics.jsonl"
-    ),
+    "verbose v": "not available: {log_every=1} writes every step to metrics.jsonl; {traceback} shows all of an error",
+    "debug": "use {traceback} (the whole traceback of an error) and {workers=1}, {max_steps=3} for a short run",
     "quiet q silent": "not available: send the output to a file; {runs_dir} has the metrics of every run",
     "config config-file cfg conf c": "use {recipe=FILE} (options from a TOML file or a packaged recipe)",
     "task": "give the task as the first argument, without a flag; {recipe} sets its options",

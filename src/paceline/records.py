@@ -167,10 +167,10 @@ class _Log:
         self.file.close()
 
 
-def close_cut_short(path: Path, status: str, why: str) -> None:
+def close_cut_short(path: Path, status: str, why: str, where: str = "", traceback: str = "") -> None:
     """Write the result of a run that could not write its own, or that only knew it had lost contact with another worker.
 
-    The run's own result stays, except that a failure gets this status and reason.
+    The run's own result stays, except that a failure gets this status, reason, frame of the user's code and traceback.
     """
     if not path.is_dir():
         return
@@ -179,7 +179,8 @@ def close_cut_short(path: Path, status: str, why: str) -> None:
     except RecordError:
         result = {}
     if result.get("status", Status.FAILED) == Status.FAILED:
-        write_json(path / "result.json", finite({**result, "status": status, "why": why}, as_text=True))
+        how = {"status": status, "why": why, "where": where, "traceback": traceback}
+        write_json(path / "result.json", finite({**result, **how}, as_text=True))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -301,6 +302,7 @@ def environment() -> dict[str, Any]:
         "machine": platform.node(),
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "openmp": {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_", "KMP_"))},
         "versions": {name: _version(name) for name in ("paceline", "torch", "numpy", "safetensors")},
         "git": _git_revision(),
     }

@@ -3,10 +3,12 @@
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.boards import serving
 from harness.processes import children
 
 if TYPE_CHECKING:
@@ -53,3 +55,16 @@ def page(browser: "Browser", page_options: dict[str, Any]) -> Iterator["Page"]:
     yield context.new_page()
     context.close()
     assert not errors, "the browser saw errors:\n" + "\n".join(errors)
+
+
+@pytest.fixture
+def no_charts(page: "Page") -> None:
+    """Do not load plotly: its script takes most of a page's time."""
+    page.route("**/plotly-*", lambda route: route.fulfill(body="", content_type="text/javascript"))
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[str]:
+    """A board for one test, which changes its records."""
+    with serving(tmp_path) as server:
+        yield server.url

@@ -3,14 +3,13 @@
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.boards import add_steps, begin_run, end_run, make_run, serving
+from harness.boards import add_steps, begin_run, end_run, make_run, serving, wait_for_text
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -33,30 +32,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     make_run(folder / "study-x", "arm-0", 0.88, when="2026-02-01T10:00:00+00:00", optimizer="lamb")
     with serving(folder) as server:
         yield server.url
-
-
-@pytest.fixture
-def no_charts(page: "Page") -> None:
-    """Do not load plotly: its script takes most of a page's time."""
-    page.route("**/plotly-*", lambda route: route.fulfill(body="", content_type="text/javascript"))
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[str]:
-    """A board for one test, which changes its records."""
-    with serving(tmp_path) as server:
-        yield server.url
-
-
-def wait_for_text(page: "Page", selector: str, wanted: list[str]) -> None:
-    """Wait until these elements have these texts. Checked at every frame: `expect` waits 0.1 s, then 0.25 s, between checks."""
-    script = """([selector, wanted]) => {
-        const found = [...document.querySelectorAll(selector)].map(element => element.textContent);
-        return JSON.stringify(found) === JSON.stringify(wanted);
-    }"""
-    with suppress(playwright.TimeoutError):
-        page.wait_for_function(script, arg=[selector, wanted])
-    assert page.locator(selector).all_text_contents() == wanted
 
 
 def colors(page: "Page", *ids: str) -> list[str]:
@@ -93,13 +68,13 @@ def wait_for_points(page: "Page", title: str, wanted: list[int]) -> None:
 def test_lists_sorts_and_filters(page: "Page", url: str) -> None:
     page.goto(url)
     expect(page.locator("#count")).to_have_text("4 runs shown, 1 selected")
-    wait_for_text(page, NAMES, ["gamma", "beta", "alpha", "study-x/arm-0"])  # the newest first
-    head = page.get_by_role("columnheader", name="accuracy")
+    wait_for_text(page, NAMES, ["gamma", "beta", "alpha", "study-x"])  # the newest first
+    head = page.get_by_role("columnheader", name="last accuracy")
     head.get_by_role("button").click()
-    wait_for_text(page, NAMES, ["beta", "alpha", "study-x/arm-0", "gamma"])
+    wait_for_text(page, NAMES, ["beta", "alpha", "gamma", "study-x"])  # a group has no last validation
     expect(head).to_have_attribute("aria-sort", "descending")
     head.get_by_role("button").click()
-    wait_for_text(page, NAMES, ["gamma", "study-x/arm-0", "alpha", "beta"])
+    wait_for_text(page, NAMES, ["gamma", "alpha", "beta", "study-x"])
     expect(head).to_have_attribute("aria-sort", "ascending")
     page.get_by_role("searchbox").fill("lars")
     wait_for_text(page, NAMES, ["beta"])
@@ -110,16 +85,16 @@ def test_lists_sorts_and_filters(page: "Page", url: str) -> None:
     page.get_by_label("Status", exact=True).select_option("diverged")
     wait_for_text(page, NAMES, ["gamma"])
     assert "status=diverged" in page.url
-    assert "sort=accuracy" in page.url
+    assert "sort=last" in page.url
 
 
 @pytest.mark.usefixtures("no_charts")
 def test_the_url_holds_what_is_shown(page: "Page", url: str) -> None:
-    page.goto(f"{url}#run=alpha&run=beta&sort=-loss&q=a&x=epoch")
+    page.goto(f"{url}#run=alpha&run=beta&sort=-epochs&q=a&x=epoch")
     wait_for_text(page, "h1", ["2 records compared"])
     expect(page.get_by_role("searchbox")).to_have_value("a")
-    expect(page.get_by_role("columnheader", name="loss", exact=True)).to_have_attribute("aria-sort", "descending")
-    expect(page.get_by_role("button", name="epochs")).to_have_attribute("aria-pressed", "true")
+    expect(page.get_by_role("columnheader", name="epochs")).to_have_attribute("aria-sort", "descending")
+    expect(page.locator("[data-x=epoch]")).to_have_attribute("aria-pressed", "true")
     page.get_by_role("button", name="time", exact=True).click()
     expect(page).to_have_url(re.compile("x=time_s"))
     page.get_by_role("link", name="Environment").click()  # within the page: the URL does not change
@@ -138,14 +113,14 @@ def test_a_point_appears_while_a_run_trains_and_its_status_changes(page: "Page",
     row = page.get_by_role("row", name="Compare live")
     expect(row).to_contain_text("running 30%")
     wait_for_points(page, "Loss", [12, 1])
-    page.get_by_role("button", name="epochs").click()
+    page.locator("[data-x=epoch]").click()
     page.evaluate("() => Plotly.relayout(document.querySelector('.plot'), {'xaxis.range': [0.5, 1.5]})")
     add_steps(live, 13, 20)
     wait_for_points(page, "Loss", [20, 2])
     assert page.evaluate("() => document.querySelector('.plot').layout.xaxis.range") == [0.5, 1.5]  # a zoom stays
     expect(page.locator("#headline")).to_contain_text("step 20 of 40")
     expect(row).to_contain_text("running 50%")
-    expect(page.get_by_role("button", name="epochs")).to_have_attribute("aria-pressed", "true")
+    expect(page.locator("[data-x=epoch]")).to_have_attribute("aria-pressed", "true")
     add_steps(live, 21, 40)
     end_run(live, 0.87)
     expect(row).to_contain_text("done")
@@ -155,7 +130,7 @@ def test_a_point_appears_while_a_run_trains_and_its_status_changes(page: "Page",
 
 
 def test_runs_are_overlaid_in_their_own_colors_and_their_differences_shown(page: "Page", url: str) -> None:
-    page.goto(f"{url}#run=alpha")
+    page.goto(f"{url}#run=alpha&open=study-x")
     wait_for_points(page, "Loss", [40, 4])
     assert sections(page) == ["Curves", "Contract", "Environment"]
     page.get_by_role("checkbox", name="Compare beta").check()
@@ -207,8 +182,8 @@ def test_names_from_records_are_text(page: "Page", own: str, tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("no_charts")
 def test_everything_works_by_keyboard(page: "Page", url: str) -> None:
-    page.goto(f"{url}#sort=name")
-    wait_for_text(page, NAMES, ["alpha", "beta", "gamma", "study-x/arm-0"])
+    page.goto(f"{url}#sort=name&open=study-x")
+    wait_for_text(page, NAMES, ["alpha", "beta", "gamma", "study-x", "arm-0"])
     page.keyboard.press("/")
     expect(page.get_by_role("searchbox")).to_be_focused()
     page.keyboard.type("a")
@@ -222,6 +197,12 @@ def test_everything_works_by_keyboard(page: "Page", url: str) -> None:
     page.keyboard.press("End")
     page.keyboard.press("Enter")
     wait_for_text(page, "h1", ["study-x/arm-0"])
+    page.keyboard.press("ArrowLeft")
+    expect(page.get_by_role("checkbox", name="Compare the runs of study-x")).to_be_focused()
+    page.keyboard.press("ArrowLeft")
+    wait_for_text(page, NAMES, ["alpha", "beta", "gamma", "study-x"])
+    page.keyboard.press("ArrowRight")
+    wait_for_text(page, NAMES, ["alpha", "beta", "gamma", "study-x", "arm-0"])
     page.keyboard.press("Home")
     page.keyboard.press("Space")
     wait_for_text(page, "h1", ["2 records compared"])
@@ -304,7 +285,7 @@ def test_the_age_of_a_run_is_updated_and_a_lost_connection_is_reported(page: "Pa
     wait_for_text(page, "tbody .c-when", ["just now"])
     page.clock.fast_forward("03:30")
     wait_for_text(page, "tbody .c-when", ["3 min ago"])
-    wait_for_text(page, "tbody small", ["3 min ago · P 2 · fashion-mnist-mini"])
+    wait_for_text(page, "tbody .facts", ["3 min ago · P 2 · fashion-mnist-mini"])
     page.evaluate("stream.dispatchEvent(new Event('error'))")
     expect(page.locator("#link")).to_have_text("no connection: is the board still running? It may have a new address")
 
@@ -328,9 +309,9 @@ def test_a_phone_shows_the_loss_if_there_is_no_accuracy(page: "Page", own: str, 
     end_run(begin_run(tmp_path, "regression"), metrics={"loss": 0.00012345})
     page.goto(own)
     row = page.get_by_role("row", name="Compare regression")
-    expect(row.locator(".c-loss")).to_have_text("0.0001234")
-    expect(row.locator(".c-loss")).to_be_visible()
-    expect(row.locator(".c-accuracy")).to_be_hidden()
+    expect(row.locator(".c-best")).to_have_text("0.0001234")
+    expect(row.locator(".c-best")).to_have_attribute("data-metric", "loss")
+    expect(row.locator(".c-best")).to_be_visible()
     assert page.evaluate("document.getElementById('rows').scrollWidth <= document.getElementById('rows').clientWidth")
 
 

@@ -73,3 +73,26 @@ def test_two_nodes_restart_when_a_worker_on_one_is_killed(runs: Path, uninterrup
     assert second.stderr.startswith("paceline: worker 1 was killed by SIGKILL")
     assert "from step 6 of 21" in first.stdout
     check_survived(runs / "x", uninterrupted, [2])
+
+
+FAILS = """
+import torch
+from paceline import Arrays, Task
+
+def objective(model, batch):
+    raise ValueError("this is what went wrong")
+
+def task():
+    data = lambda: Arrays((torch.ones(8, 1),))
+    return Task(name="fails", model=lambda: torch.nn.Linear(1, 1), train=data, validation=data, objective=objective)
+"""
+
+
+def test_workers_of_torchrun_with_the_same_error_print_it_once(runs: Path) -> None:
+    Path("fails.py").write_text(FAILS)
+    command = ["-m", "paceline", "train", "fails.py", "--global-batch", "4"]
+    done = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *command], timeout_s=90)
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: this is what went wrong") == 1, done.stderr
+    assert "  fails.py, line 6, in objective\n" in done.stderr
+    assert "paceline/training" not in done.stderr, "no frames of ours"

@@ -3,12 +3,15 @@
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.board.board import BoardServer, listen, make_server
 from paceline.records import Record
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 FACTS = {
     **{
@@ -77,3 +80,31 @@ def make_run(root: Path, name: str, accuracy: float = 0.8, status: str = "done",
     add_steps(record, 1, 40)
     end_run(record, accuracy, status)
     return record.path
+
+
+def make_study(root: Path, name: str, arms: dict[str, float], **more: Any) -> Path:
+    """A study of one seed: its results, and a record for each arm, with its final accuracy."""
+    for arm, accuracy in arms.items():
+        make_run(root / name, f"{arm}-seed0", accuracy)
+    runs = [
+        {"arm": arm, "seed": 0, "status": "done", "metrics": {"accuracy": accuracy}, "contract": {}, "time_to_target_s": None}
+        for arm, accuracy in arms.items()
+    ]
+    study = {"name": name, "task": "fashion-mnist-mini", "seeds": [0], "arms": {arm: {} for arm in arms}, **more}
+    study = {"reference": next(iter(arms)), "margin": 0.01, "target_accuracy": None, **study}
+    (root / name / "study.json").write_text(json.dumps({"study": study, "metric": "accuracy", "runs": runs, "environment": {}}))
+    return root / name
+
+
+def wait_for_text(page: "Page", selector: str, wanted: list[str]) -> None:
+    """Wait until these elements have these texts. Checked at every frame: `expect` waits 0.1 s, then 0.25 s, between checks."""
+    from playwright.sync_api import TimeoutError
+
+    script = """([selector, wanted]) => {
+        const found = [...document.querySelectorAll(selector)].map(element => element.textContent);
+        return JSON.stringify(found) === JSON.stringify(wanted);
+    }"""
+    with suppress(TimeoutError):
+        page.wait_for_function(script, arg=[selector, wanted])
+    found = page.locator(selector).all_text_contents()
+    assert found == wanted, f"{selector}: {found}, not {wanted}"

@@ -1,5 +1,5 @@
-"""Law 7: a failure ends the run within seconds, the first thing shown is the traceback of the worker that failed first, and
-no process is left."""
+"""Law 7: a failure ends the run within seconds, the first thing shown is the error of the worker that failed first, with the
+line of the user's code that raised it, and no process is left."""
 
 import json
 import os
@@ -92,8 +92,8 @@ def write_task(kind: str, step: int = 3) -> str:
 @pytest.mark.parametrize(
     ("kind", "first_line", "also"),
     [
-        ("raise", "paceline: worker 1 failed first:", "ValueError: this is what went wrong"),
-        ("data", "paceline: worker 1 failed first:", "OSError: no such disk"),
+        ("raise", "paceline: worker 1 failed first: ValueError: this is what went wrong", "doomed.py, line 13, in fail"),
+        ("data", "paceline: worker 1 failed first: OSError: no such disk", "doomed.py, line 39, in data"),
         ("exit", "paceline: worker 1 ended with exit code 7 and no error message", ""),
         ("exit 0", "paceline: worker 1 ended with exit code 0 before the run was done: does the task call sys.exit", ""),
         ("sys.exit", "paceline: sys.exit(0) was called in fail, line 19 of doomed.py: the run is not done", ""),
@@ -109,8 +109,11 @@ def test_the_failing_worker_is_shown_first(kind: str, first_line: str, also: str
     assert lines[0].startswith(first_line), done.stderr
     assert also in done.stderr
     if kind in ("raise", "data"):
-        assert lines[1] == "Traceback (most recent call last):"
-        assert lines[-1] == also, "the traceback is the last thing, too: nothing of the other workers follows"
+        assert lines[1] == f"  {also}"
+        assert lines[2].strip().startswith("raise ")
+        assert lines[3].startswith("(the whole traceback: --traceback")
+    if kind != "kill":
+        assert len(lines) == (4 if kind in ("raise", "data") else 1), "nothing of the other workers follows"
     assert not tagged(tag)
     records = list(runs.glob("*"))
     if kind == "data":
@@ -119,6 +122,9 @@ def test_the_failing_worker_is_shown_first(kind: str, first_line: str, also: str
         result = json.loads((records[0] / "result.json").read_text())
         assert result["status"] == "failed"
         assert result["why"].startswith(first_line.removeprefix("paceline: "))
+        if kind == "raise":
+            assert result["where"].startswith(also)
+            assert result["traceback"].endswith("ValueError: this is what went wrong")
         for line in (records[0] / "metrics.jsonl").read_text().splitlines():
             assert json.loads(line)["kind"] == "step"
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,39 @@ def test_output_that_cannot_be_written_ends_no_run(runs: Path, where: str) -> No
     assert json.loads((runs / "x" / "result.json").read_text())["status"] == "done"
     noted = "could not be printed" in (runs / "x" / "metrics.jsonl").read_text()
     assert noted == (where != "closed"), "what the user closed is not missed"
+
+
+LOADS = """
+import torch
+from torch.utils.data import Dataset
+from paceline import Task
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        if torch.utils.data.get_worker_info() is not None:
+            raise ValueError(f"sample {i} is damaged")
+        return torch.ones(1)
+
+def task():
+    objective = lambda model, batch: {"loss": model(batch)[:, 0]}
+    return Task(name="loads", model=lambda: torch.nn.Linear(1, 1), train=Numbers, validation=Numbers, objective=objective)
+"""
+
+
+def test_an_error_in_a_loader_process_of_a_worker_shows_the_users_line_and_its_traceback_if_asked_to(runs: Path) -> None:
+    Path("my_task.py").write_text(LOADS)
+    flags = ("--workers", "2", "--global-batch", "8", "--loader-workers", "1", "--name", "x", "--traceback")
+    done = paceline("train", "my_task.py", *flags)
+    assert done.returncode == 1
+    first, where, code, *rest = done.stderr.splitlines()
+    assert re.fullmatch(r"paceline: worker [01] failed first: ValueError: sample \d+ is damaged", first), done.stderr
+    assert (where, code) == ("  my_task.py, line 12, in __getitem__", '      raise ValueError(f"sample {i} is damaged")')
+    assert rest[0] == "Traceback (most recent call last):"
+    assert any("Caught ValueError in DataLoader worker process 0" in line for line in rest)
+    result = json.loads((runs / "x" / "result.json").read_text())
+    assert f"paceline: {result['why']}" == first
+    assert f"  {result['where']}".splitlines()[0] == where
+    assert result["traceback"] == "\n".join(rest)

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from paceline import cli, config, toml
 from paceline.config import Config, flag, names_with
 from paceline.data import fashion_mnist
+from paceline.dist.messages import claim_first
 from paceline.doctor import verb
-from paceline.errors import PacelineError, refuse_exit
+from paceline.errors import PacelineError, SampleError, UsageError, refuse_exit
 from paceline.options import Role
+from paceline.records import read_result
 from paceline.training import run as training
 
 QUICK = ("--model", "linear", "--train-samples", "64", "--max-steps", "1")
@@ -98,7 +100,7 @@ OPTIONS = frozenset(field.name for field in dataclasses.fields(Config))
         (("data", "lst"), "invalid choice: 'lst'"),
         (("data", "verify", "fashion-mnist-mni"), "did you mean 'fashion-mnist-mini'?"),
         (("data", "list", "--dat-dir", "x"), "unknown flag --dat-dir: did you mean --data-dir?"),
-        (("doctor", "--verbose"), "unknown flag --verbose"),
+        (("doctor", "--verbos"), "unknown flag --verbos: did you mean --verbose?"),
         (("stdy", "x.toml"), "unknown verb 'stdy': did you mean 'study'?"),
         (("study",), "the following arguments are required: FILE"),
         (("study", "x.toml", "--mni"), "unknown flag --mni: did you mean --mini?"),
@@ -181,36 +183,96 @@ def test_the_packaged_recipes_are_recipes_and_travel_with_the_package():
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "words", "where"),
     [
-        ("import paceline\nraise ValueError('no data')", "task my_task.py raised ValueError: no data (line 2 of my_task.py)"),
-        ("def task():\n    return 1 / 0", "raised ZeroDivisionError: division by zero (line 2 of my_task.py)"),
-        ("def task():\n    raise KeyError('two\\nlines')", "raised KeyError: "),
-        ("def task():\n    raise RuntimeError('two\\nlines')", "raised RuntimeError: two lines (line 2 of my_task.py)"),
-        ("def task(:", "raised SyntaxError: invalid syntax (my_task.py, line 1)"),
-        ("import no_such_module", "raised ModuleNotFoundError: No module named 'no_such_module' (line 1 of my_task.py)"),
-        ("def task():\n    return 3", "task() in my_task.py returned int: it must return a paceline.Task"),
-        ("def tsk():\n    return 3", "my_task.py has no function task()"),
-        ("from paceline import PacelineError\ndef task():\n    raise PacelineError('mine')", "paceline: mine"),
+        ("import paceline\nraise ValueError('no data')", "task my_task.py raised ValueError: no data", "line 2"),
+        ("def task():\n    return 1 / 0", "raised ZeroDivisionError: division by zero", "line 2, in task"),
+        ("def task():\n    raise KeyError('two\\nlines')", "raised KeyError: ", "line 2, in task"),
+        ("def task():\n    raise RuntimeError('two\\nlines')", "raised RuntimeError: two lines", "line 2, in task"),
+        ("x = 1\ndef task(:", "raised SyntaxError: invalid syntax", "line 2"),
+        ("import no_such_module", "raised ModuleNotFoundError: No module named 'no_such_module'", "line 1"),
+        ("import sys\nsys.exit(0)", "raised SystemExit: 0", "line 2"),
+        ("from paceline import PacelineError\ndef task():\n    raise PacelineError('mine')", "mine", "line 3, in task"),
+        ("from paceline import Task\ndef task():\n    return Task()", "TypeError", "line 3, in task"),
     ],
 )
-def test_a_broken_task_file_is_one_line(mistake, runs, text, words):
+def test_a_broken_task_file_is_one_line_and_the_users_own(capsys, runs, text, words, where):
     Path("my_task.py").write_text(text + "\n")
-    line = mistake("train", "my_task.py", code=1 if "mine" in words else 2)
+    assert cli.run(["train", "my_task.py"]) == (1 if words == "mine" else 2)
+    line, *frame = capsys.readouterr().err.splitlines()
+    assert line.startswith("paceline: ")
     assert words in line
-    assert "frozen" not in line
+    assert frame == [f"  my_task.py, {where}", f"      {text.splitlines()[-1].strip()}", "(the whole traceback: --traceback)"]
     assert not runs.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def task():\n    return 3", "task() in my_task.py returned an int: it must return a paceline.Task"),
+        ("def tsk():\n    return 3", "my_task.py has no function task()"),
+    ],
+)
+def test_a_task_file_without_a_task_is_one_line(mistake, runs, text, words):
+    Path("my_task.py").write_text(text + "\n")
+    assert words in mistake("train", "my_task.py")
+    assert not runs.exists()
+
+
+FAILS = """
+import torch
+from paceline import Arrays, Task
+
+def objective(model, batch):
+    inputs, labels = batch
+    return {"loss": model(inputs)[:, 0]}
+
+def task():
+    data = lambda: Arrays((torch.ones(8, 1),))
+    return Task(name="fails", model=lambda: torch.nn.Linear(1, 1), train=data, validation=data, objective=objective)
+"""
+
+
+def test_an_error_in_the_objective_is_one_line_and_the_users_own(capsys, runs):
+    Path("my_task.py").write_text(FAILS)
+    assert cli.run(["train", "my_task.py", "--global-batch", "4", "--name", "x"]) == 1
+    why, where = "ValueError: not enough values to unpack (expected 2, got 1)", "my_task.py, line 6, in objective"
+    assert capsys.readouterr().err.splitlines() == [
+        f"paceline: {why}",
+        f"  {where}",
+        "      inputs, labels = batch",
+        "(the whole traceback: --traceback, or runs/x/result.json)",
+    ]
+    result = read_result(runs / "x")
+    assert (result["status"], result["why"], result["where"]) == ("failed", why, f"{where}\n    inputs, labels = batch")
+    assert result["traceback"].startswith("Traceback (most recent call last):\n")
+    assert result["traceback"].endswith(why)
+    assert cli.run(["train", "my_task.py", "--global-batch", "4", "--name", "y", "--traceback"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"paceline: {why}\n  {where}\n      inputs, labels = batch\nTraceback (most recent call last):\n")
+    assert shown.endswith(f"{why}\n")
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_shows_the_traceback_of_an_error_if_asked_to(capsys, verb):
+    assert cli.run([verb, "--no-such-flag", "--traceback"]) == 2
+    line, *rest = capsys.readouterr().err.splitlines()
+    assert "unknown flag --no-such-flag" in line or "required" in line
+    assert rest[0] == "Traceback (most recent call last):"
+    with pytest.raises(SystemExit):
+        cli.run([verb, "--help"])
+    assert "--traceback" in capsys.readouterr().out
 
 
 def test_a_missing_task_file_says_where_it_looked(mistake, tmp_path):
     assert f"task file my_task.py does not exist (looked in {tmp_path})" in mistake("train", "my_task.py")
 
 
-def test_a_mended_task_file_is_read_again(mistake):
-    Path("my_task.py").write_text("raise ValueError('first')\n")
-    assert "first" in mistake("train", "my_task.py")
-    Path("my_task.py").write_text("raise ValueError('second, longer')\n")
-    assert "second" in mistake("train", "my_task.py")
+def test_a_mended_task_file_is_read_again(capsys):
+    for text in ("first", "second, longer"):
+        Path("my_task.py").write_text(f"raise ValueError('{text}')\n")
+        assert cli.run(["train", "my_task.py"]) == 2
+        assert f"raised ValueError: {text}\n" in capsys.readouterr().err
 
 
 def test_corrupt_data_is_one_line(mistake, runs):
@@ -257,14 +319,14 @@ def test_data_verify_of_damaged_data_says_which_file_and_fails(capsys):
 
 
 def test_an_error_of_ours_has_a_traceback(capsys, monkeypatch):
-    def broken(*_: Any, **__: Any) -> None:
-        raise LookupError("a bug")
-
-    monkeypatch.setattr(training, "train", broken)
+    names: dict[str, Any] = {}
+    exec(compile("def broken(*_, **__):\n    raise LookupError('a bug')", training.__file__, "exec"), names)
+    monkeypatch.setattr(training, "train", names["broken"])
     assert cli.run([*MINI]) == 1
-    err = capsys.readouterr().err
-    assert "Traceback" in err
-    assert "LookupError: a bug" in err
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["paceline: LookupError: a bug", "Traceback (most recent call last):"]
+    assert lines[-2] == "LookupError: a bug"
+    assert lines[-1].startswith("(no line of your own code is in this traceback")
 
 
 def test_interrupted_is_130(capsys, monkeypatch):
@@ -285,6 +347,34 @@ def test_only_rank_0_speaks_of_the_users_mistake(capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert cli.run(["train", "fashion-mnist-mini", "--epochs", "0"]) == 2
     assert capsys.readouterr().err == "paceline: worker 0: --epochs is 0: it must be at least 1\n"
+
+
+def test_every_rank_speaks_of_its_own_samples(capsys, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise SampleError("samples 3 and 7 differ")
+
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(training, "train", refuse)
+    assert cli.run([*MINI]) == 2
+    assert capsys.readouterr().err.startswith("paceline: worker 1: samples 3 and 7 differ\n")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_workers_that_others_started_the_one_that_failed_first_speaks(capsys, monkeypatch, first):
+    def fail(*_: Any, **__: Any) -> None:
+        error = UsageError("mine")
+        claim_first(SimpleNamespace(add=lambda key, amount: 1 if first else 2), error)
+        raise error
+
+    slept: list[float] = []
+    monkeypatch.setattr(training, "train", fail)
+    monkeypatch.setattr("time.sleep", slept.append)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.run([*MINI]) == 2
+    assert capsys.readouterr().err.startswith("paceline: worker 1: mine\n") == first
+    assert bool(slept) != first, "the others let the first one print"
 
 
 @pytest.mark.parametrize(

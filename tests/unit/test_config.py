@@ -28,6 +28,7 @@ PLAIN = {
     "min_workers": None,
     "local_steps": 0,
     "sam_rho": 0.0,
+    "target_accuracy": 0.5,
 }  # what the checks across fields leave alone
 
 
@@ -351,3 +352,11 @@ def test_step_at_is_fractions_of_the_run(text):
 def test_local_steps_have_no_common_gradient(other):
     with pytest.raises(UsageError, match="--local-steps cannot be combined with"):
         make_config({"local_steps": 4, **other})
+
+
+def test_patience_needs_a_target() -> None:
+    with pytest.raises(UsageError, match=r"--patience 3 does nothing without --target-accuracy: .*give both, or leave"):
+        make_config({"patience": 3})
+    assert make_config({"patience": 1, "target_accuracy": 0.0}).patience == 1  # as every record's config.toml says
+    assert make_config({"patience": 3}, {"target_accuracy": 0.9}).patience == 3
+    assert make_config({"patience": 3}, {"patience": 1}).patience == 1

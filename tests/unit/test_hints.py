@@ -46,7 +46,7 @@ def test_every_option_that_an_answer_names_exists(names):
     answer, flags = TABLE[names], flags_of("train")
     assert named_options(answer), "an answer says what to use"
     for name in named_options(answer):
-        assert name in KEYS or name == "recipe"
+        assert name in KEYS or name in ("recipe", "traceback")
     for name in names.split():
         said = find_hint(f"--{name}", flags)
         assert "{" not in said

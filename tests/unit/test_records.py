@@ -200,9 +200,12 @@ def test_finish_writes_the_result_last(record):
     assert read_result(record.path) == {"status": "done"}
 
 
+DIED = {"status": "failed", "why": "worker 1 was killed by SIGKILL", "where": "", "traceback": ""}
+
+
 def test_a_record_of_a_dead_worker_is_closed(record):
     close_cut_short(record.path, "failed", "worker 1 was killed by SIGKILL")
-    assert read_result(record.path) == {"status": "failed", "why": "worker 1 was killed by SIGKILL"}
+    assert read_result(record.path) == DIED
 
 
 @pytest.mark.parametrize("status", ["diverged", "done", "interrupted"])
@@ -213,9 +216,9 @@ def test_a_record_that_has_a_result_keeps_it(record, status):
 
 
 def test_a_record_that_only_knew_of_lost_contact_gets_the_cause(record):
-    record.finish({"status": "failed", "why": "Connection closed by peer", "steps": 17})
+    record.finish({"status": "failed", "why": "Connection closed by peer", "traceback": "of gloo", "steps": 17})
     close_cut_short(record.path, "failed", "worker 1 was killed by SIGKILL")
-    assert read_result(record.path) == {"status": "failed", "why": "worker 1 was killed by SIGKILL", "steps": 17}
+    assert read_result(record.path) == {**DIED, "steps": 17}
 
 
 def test_closing_a_record_that_does_not_exist_does_nothing(tmp_path):
@@ -408,7 +411,7 @@ def test_an_accuracy_that_is_not_a_number_is_accepted(record: Record) -> None:
 def test_an_invalid_result_is_replaced_when_a_worker_died(record: Record, content: str) -> None:
     (record.path / "result.json").write_text(content)
     close_cut_short(record.path, "failed", "worker 1 was killed by SIGKILL")
-    assert read_result(record.path) == {"status": "failed", "why": "worker 1 was killed by SIGKILL"}
+    assert read_result(record.path) == DIED
 
 
 def test_statuses_that_finish_and_those_that_would_repeat() -> None:

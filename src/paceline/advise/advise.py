@@ -53,7 +53,8 @@ def advise_verb(record: str, cluster: str = "", speed: float = 1.0, runs_dir: st
 def advise(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir: str = "runs") -> list[str]:
     """Which worker counts are worth it, as lines of text; with a cluster (preset, file or `here`), also how fast they are."""
     facts = read_facts(record, cluster=cluster, speed=speed, runs_dir=runs_dir)
-    return [*_say_noise(facts), "", _table(facts), "", *_say_hardware(facts), _say_next(facts)]
+    warnings = [f"warning: {each}" for each in facts.plan.warnings] if facts.plan else []
+    return [*_say_noise(facts), *warnings, "", _table(facts), "", *_say_hardware(facts), _say_next(facts)]
 
 
 def read_facts(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir: str = "runs") -> Facts:

@@ -1,7 +1,7 @@
 """One line of the list of runs: what a record came to, read from its small files and the end of its metrics.jsonl.
 
-Cheap enough for thousands of runs: of a long metrics.jsonl, only the last megabyte is searched. Of a run that wrote more, the best
-accuracy is in course.csv, which has one short line per epoch; its best loss is not shown.
+Cheap enough for thousands of runs: of a long metrics.jsonl, only the last megabyte is searched. The best accuracy of such a run
+is in course.csv, which has one short line per epoch; its best loss is not shown.
 """
 
 import math
@@ -39,8 +39,8 @@ def read_summary(path: AnyPath) -> dict[str, Any]:
             view = source[kind] or {}
             line |= {"status": source["status"], "when": source["when"], "task": view.get("task"), "unit": view.get("unit")}
             if kind == "scale" and view.get("counts"):
-                names = ("workers", "virtual_workers", "global_batch", "samples_per_s")
-                line |= {name: _range(view["counts"], name) for name in names}
+                measured = ("workers", "virtual_workers", "global_batch", "samples_per_s")
+                line |= {name: _range(view["counts"], name) for name in measured}
                 line["detail"] = _speed_up(view["counts"])
             elif kind == "study" and view:
                 line |= {"planned": view["planned"], "failed": sum(arm["failed"] for arm in view["arms"])}
@@ -103,12 +103,11 @@ def _fill_train(line: dict[str, Any], path: AnyPath) -> None:
 
 def _best(line: dict[str, Any], latest: "_Latest", path: AnyPath) -> float | None:
     """The best validation of a run: its highest accuracy or, without accuracies, its lowest loss. None if not known."""
-    if line["accuracy"] is not None:
+    accuracy, loss = number(line["accuracy"]), number(line["loss"])
+    if accuracy is not None:
         seen = latest.accuracies if latest.is_whole else _course_accuracies(path / "course.csv")
-        return max([*seen, line["accuracy"]]) if seen else None
-    if line["loss"] is not None and latest.is_whole:
-        return min([*latest.losses, line["loss"]])
-    return None
+        return max([*seen, accuracy]) if seen or latest.is_whole else None
+    return min([*latest.losses, loss]) if loss is not None and latest.is_whole else None
 
 
 def _course_accuracies(path: AnyPath) -> list[float]:

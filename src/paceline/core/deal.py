@@ -37,6 +37,11 @@ def check_parts(parts: int, workers: int) -> None:
         )
 
 
+def count_micros(accumulate: int, part_batch: int) -> int:
+    """Micro-batches of a part: batch norm needs at least two samples in each."""
+    return max(1, min(accumulate, part_batch // 2))
+
+
 def deal_parts(parts: int, workers: int, rank: int, at_once: int, whole_groups: bool) -> list[range]:
     """This worker's parts, in groups that run in one pass.
 
@@ -55,7 +60,7 @@ def cut_epoch(
     size = sampler.global_batch
     full = range(steps.start, max(steps.start, min(steps.stop, sampler.full_steps)))
     part = size // sampler.parts
-    micros = max(1, min(accumulate, part // 2))
+    micros = count_micros(accumulate, part)
     cuts = [part // micros + (i < part % micros) for i in range(micros)]
     laid_out = order[full.start * size : full.stop * size].reshape(len(full), sampler.parts, part)
     passes: list[list[Pass]] = [[] for _ in full]
@@ -76,7 +81,7 @@ def cut_step(
     """The passes of one step of an epoch. Parts of different sizes, which only the last two steps can have, run in turn."""
     bounds = sampler.part_bounds(step)
     sizes = np.diff(bounds)
-    micros = max(1, min(accumulate, int(sizes.min()) // 2))  # batch norm needs at least two samples per micro-batch
+    micros = count_micros(accumulate, int(sizes.min()))
     passes = []
     for number, group in enumerate(groups):
         equal = len({int(sizes[part]) for part in group}) == 1

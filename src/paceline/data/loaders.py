@@ -25,11 +25,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.keyed import KeyedDataset, PassSampler
 from paceline.core.keys import on_device
+from paceline.data.conversion import collate, explain_collate, name_type, to_tensors
 from paceline.dist.process import die_with_parent
+from paceline.errors import SampleError, UsageError
 
 Batch = tuple[Any, ...]
 Inputs = tuple[Any, ...]
@@ -55,16 +57,18 @@ class KeyedPrepare(Protocol):
 
 @dataclass(frozen=True)
 class Arrays:
-    """A data set as tensors of equal length: inputs, targets and any others."""
+    """A data set as tensors of equal length: inputs, targets and any others. Numpy arrays become tensors of the same type."""
 
     tensors: tuple[Tensor, ...]
     about: str = ""
     """Which data this is; shown in the contract and the record."""
 
     def __post_init__(self) -> None:
-        lengths = {len(tensor) for tensor in self.tensors}
-        if len(lengths) != 1:
-            raise ValueError(f"the arrays of a data set must have the same length, not {sorted(lengths)}")
+        if not isinstance(self.about, str):
+            raise UsageError(
+                f"Arrays got {name_type(self.about)} as its text `about`: give all arrays as one tuple, Arrays((x, y))"
+            )
+        object.__setattr__(self, "tensors", to_tensors(self.tensors))
 
     def __len__(self) -> int:
         return len(self.tensors[0])
@@ -203,12 +207,12 @@ class Streaming(Loader):
         # torch counts only the cores that this worker is bound to, but its loader processes may use more.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         self._loader = DataLoader(
-            _Keyed(data, seed),
+            _Batches(data, seed),
             batch_sampler=self._sampler,
             num_workers=workers,
             pin_memory=device.type == "cuda",
             persistent_workers=workers > 0,
-            collate_fn=_collate,
+            collate_fn=_unchanged,
             worker_init_fn=partial(_begin_process, os.getpid(), cores),
             generator=torch.Generator(),  # each epoch draws a number from it: do not use the generator that training uses
         )
@@ -253,13 +257,13 @@ class Streaming(Loader):
     def _copy_ahead(self, batches: Iterator[tuple[Batch, np.ndarray]]) -> Iterator[tuple[Batch, Tensor]]:
         if self._device.type != "cuda":
             for batch, samples in batches:
-                yield batch, torch.from_numpy(samples)
+                yield _checked(batch), torch.from_numpy(samples)
             return
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         ready: tuple[Batch, Tensor] | None = None
         for batch, samples in batches:
             with torch.cuda.stream(stream):
-                coming = map_tensors(self._copy, (batch, torch.from_numpy(samples)))
+                coming = map_tensors(self._copy, (_checked(batch), torch.from_numpy(samples)))
             if ready is not None:
                 yield ready
             torch.cuda.current_stream(self._device).wait_stream(stream)
@@ -287,20 +291,50 @@ class _Preparation:
     def now(self, batch: tuple[Tensor, ...], samples: Tensor, epoch: int | None) -> Batch:
         """Prepare in the first stage."""
         assert self._prepare is not None
-        return self._prepare(batch, samples, epoch)
+        prepared = self._prepare(batch, samples, epoch)
+        if prepared is None:
+            raise UsageError(
+                "the task's prepare returned None: it must return the batch for the objective (is a `return` missing?)"
+            )
+        return prepared
 
     def then(self, batch: tuple[Tensor, ...], samples: Tensor, begun: Tensor | None) -> Batch:
         """Prepare in the second stage."""
         return batch if self._keyed is None else self._keyed.apply(batch, samples, begun)
 
 
-class _Keyed(KeyedDataset):
-    """Arrays are indexed at once: they draw no random numbers."""
+class _Batches(KeyedDataset):
+    """Yields whole batches: collated here, where the numbers of the samples are known. Arrays are indexed at once."""
 
     def __getitems__(self, pairs: list[tuple[int | None, int]]) -> Any:
+        samples = [sample for _, sample in pairs]
         if isinstance(self._data, Arrays):
-            return self._data.__getitems__([sample for _, sample in pairs])
-        return super().__getitems__(pairs)
+            return self._data.__getitems__(samples)
+        items = super().__getitems__(pairs)
+        try:
+            return collate(items)
+        except Exception:  # torch and numpy raise many types
+            why = explain_collate(items, samples, type(self._data).__name__)
+            if not why:
+                raise
+            return _Refused(why)
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """In place of a batch: a mistake of the user. torch would bury an error from a loader process in a traceback."""
+
+    why: str
+
+
+def _checked(batch: Any) -> Any:
+    if isinstance(batch, _Refused):
+        raise SampleError(batch.why)
+    return batch
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 _CLOSE_S = 2.0  # how long a loader process may take to finish its batch
@@ -338,12 +372,6 @@ def _begin_process(parent: int, cores: Iterable[int] | None, number: int) -> Non
         signal.signal(signal_number, lambda *_: None)
     if cores:
         os.sched_setaffinity(0, cores)  # otherwise they would compete for the cores that the worker is bound to
-
-
-def _collate(items: Any) -> Any:
-    """A tuple of tensors for a Dataset of tuples; a dict of them for a Dataset of dicts."""
-    batch = items if isinstance(items, tuple) else default_collate(items)
-    return tuple(batch) if isinstance(batch, list) else batch
 
 
 def _fits(data: Arrays, device: torch.device) -> bool:

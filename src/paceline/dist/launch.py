@@ -26,7 +26,6 @@ from paceline.dist.messages import (
     Failure,
     ask_to_stop,
     first_failure,
-    headline,
     is_lost_contact,
     launcher_folder,
     read_failures,
@@ -39,7 +38,8 @@ from paceline.dist.messages import (
 from paceline.dist.place import MESSAGES_VARIABLE, check_port, threads_per_worker
 from paceline.dist.process import die_with_parent, drop_closed_terminal, group_is_running, python_command
 from paceline.dist.restarts import Crew, FailedAttempt, newest_checkpoint, next_crew, restart_command
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
+from paceline.explanation import Explanation, headline
 from paceline.loading import resume_collector
 from paceline.output import is_terminal, warn
 
@@ -54,6 +54,14 @@ _AGENT_VARIABLE = "PACELINE_AGENT"
 _KILL_AFTER_S = 5  # from SIGTERM to SIGKILL
 _LEFT_S = 2.0  # after success, how long processes that workers started may take to end: on their own, then after SIGTERM
 _FINAL_EXIT_CODES = (0, 2, 3)  # done, the user's mistake, diverged: a restart would end the same way
+
+
+class WorkerFailed(PacelineError):
+    """A worker started by this process failed. The explanation comes from the worker that failed first."""
+
+    def __init__(self, explanation: Explanation, exit_code: int) -> None:
+        super().__init__(explanation.describe())
+        self.explanation, self.exit_code = explanation, exit_code
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ def launch(command: Sequence[str], config: Config) -> Outcome:
             last, (crew, why) = crew, next_crew(crew, before, after, config)
             if crew.workers < (config.min_workers or 1):
                 left = f"{crew.workers} device{'s' * (crew.workers != 1)} left, fewer than --min-workers {config.min_workers}"
-                outcome = replace(outcome, failure=replace(failure, text=f"{failure.text}\nnot restarted: {left}"))
+                outcome = replace(outcome, failure=replace(failure, text=f"{failure.text}; not restarted: {left}"))
                 break
             before = after if crew == last else None  # without one worker, the ranks above it move down
             total = crew.workers * config.nodes

@@ -1,6 +1,6 @@
 """Messages between workers and their launcher: small files in a folder that the launcher creates.
 
-    0.json      worker 0 failed: when, why, traceback
+    0.json      worker 0 failed: when, why, the user's frame, traceback
     record      the path of rank 0's record, once it has one
     4711.pid    a worker with this process id has started
     0.running   worker 0 has started and has not finished
@@ -11,16 +11,18 @@ The earliest failure that is not just a lost connection caused the others (law 7
 
 import os
 import signal
+import threading
 import time
-import traceback
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.dist.place import MESSAGES_VARIABLE, read_place
 from paceline.dist.process import signal_name
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, Stopped
+from paceline.explanation import Explanation, explain
 from paceline.files import read_json, write_file, write_json
 
 
@@ -32,10 +34,20 @@ class Failure:
     when: float
     exit_code: int
     text: str
+    """One line."""
     lost_contact: bool = False
     """The worker failed because another one was gone: a consequence, not the cause."""
     waited: bool = False
     """It lost contact because a wait timed out: no connection was closed, so the other worker may hang."""
+    where: str = ""
+    """The user's own frame, or "" (see `Explanation`)."""
+    traceback: str = ""
+    unexplained: bool = False
+    """Only the traceback explains it."""
+
+    def explain(self, record: Path | None = None) -> Explanation:
+        """What to tell the user. `record` has the traceback too, if there is one."""
+        return Explanation(self.text, self.where, self.traceback, self.unexplained, str(record or ""))
 
 
 def launcher_folder() -> Path | None:
@@ -47,13 +59,43 @@ def launcher_folder() -> Path | None:
 def send_failure(rank: int, error: BaseException) -> bool:
     """Tell the launcher why this worker failed. False if that is not possible: the worker then prints the error itself."""
     code = error.exit_code if isinstance(error, PacelineError) else 1
-    lost = is_lost_contact(error)
-    if isinstance(error, PacelineError):
-        text = str(error)
-    else:
-        what = "lost contact with another worker" if lost else "failed first"
-        text = f"worker {rank} {what}: {headline(error)}\n{''.join(traceback.format_exception(error))}"
-    return write_failure(Failure(rank, time.time(), code, text.rstrip(), lost, lost and _says_timeout(error)))
+    lost, about, when = is_lost_contact(error), explain(error), time.time()
+    text, traceback = about.why.rstrip(), about.traceback
+    if lost:
+        text, waited = f"worker {rank} lost contact with another worker: {text}", _says_timeout(error)
+        return write_failure(Failure(rank, when, code, text, lost_contact=True, waited=waited, traceback=traceback))
+    text = text if isinstance(error, PacelineError) else f"worker {rank} failed first: {text}"
+    unexplained = about.unexplained
+    return write_failure(Failure(rank, when, code, text, where=about.where, traceback=traceback, unexplained=unexplained))
+
+
+def claim_first(store: Any, error: BaseException) -> None:
+    """Note on an error whether it is the first in this world. `store` is shared by the workers of a launcher that is not ours.
+
+    A worker may be the last one alive, or cut off from the store: then its error counts as the first.
+    """
+    if isinstance(error, Stopped | KeyboardInterrupt) or is_lost_contact(error):
+        return
+    place: list[int] = []
+
+    def claim() -> None:
+        with suppress(RuntimeError):  # the store is gone
+            place.append(store.add("paceline/failed", 1))
+
+    thread = threading.Thread(target=claim, name="paceline-claim", daemon=True)
+    thread.start()
+    thread.join(_CLAIM_S)  # `add` has no timeout, and the network may be down
+    with suppress(AttributeError):  # a class of the user's with slots
+        setattr(error, _FIRST, not place or place[0] == 1)
+
+
+def failed_first(error: BaseException) -> bool | None:
+    """Whether no other worker had failed before. None if that is not known."""
+    return getattr(error, _FIRST, None)
+
+
+_FIRST = "_paceline_first"
+_CLAIM_S = 2.0
 
 
 def write_failure(failure: Failure) -> bool:
@@ -173,18 +215,6 @@ def _describe_exit(rank: int, code: int) -> str:
     if code > 0:
         return f"worker {rank} ended with exit code {code} and no error message"
     return f"worker {rank} was killed by {signal_name(-code)}{_HINTS.get(-code, '')}"
-
-
-_HEADLINE = 200  # characters, about two lines of a terminal
-
-
-def headline(error: BaseException) -> str:
-    """The error in one line. An error from a loader process has its whole traceback as text: use the last line."""
-    text, name = str(error), type(error).__name__
-    if "Original Traceback" in text:
-        text = text.strip().splitlines()[-1].removeprefix(f"{name}: ")
-    line = " ".join(f"{name}: {text}".split())
-    return line if len(line) <= _HEADLINE else f"{line[: _HEADLINE - 3]}..."
 
 
 def is_lost_contact(error: BaseException) -> bool:

@@ -22,6 +22,7 @@ from paceline.dist.launch import INTERRUPTED, STOPPED, STOPPING
 from paceline.dist.place import read_place
 from paceline.dist.process import drop_closed_terminal, exit_now
 from paceline.errors import PacelineError, Stopped
+from paceline.explanation import deepest_user_frame
 from paceline.output import is_terminal, warn
 
 PHASES = ("loading", "data", "forward", "backward", "reduce", "validation", "checkpoint")
@@ -196,13 +197,18 @@ class Watch:
             text = f"worker {self._rank} waited {self._timeout_s:g} s for another worker at step {step}, in {phase}"
         else:
             text = f"worker {self._rank} hung: no progress for {self._timeout_s:g} s at step {step}, in {phase}"
-        headline, text = text, f"{text}\n{self._stack()}".rstrip()
-        failure = messages.Failure(self._rank, time.time(), 1, text, lost_contact=may_wait, waited=may_wait)
+        stack = traceback.extract_stack(sys._current_frames().get(self._watched))
+        failure = messages.Failure(
+            *(self._rank, time.time(), 1, text, may_wait, may_wait),
+            where=deepest_user_frame(stack),
+            traceback="".join(stack.format()).rstrip(),
+            unexplained=not deepest_user_frame(stack),
+        )
         if not messages.write_failure(failure):
-            warn(f"paceline: {text}")
+            warn(f"paceline: {failure.explain().describe(whole=True)}")
         if self._place.launcher == "alone" and not _ours:  # no other worker waits for it
             self._last = None  # say it once
-            self._interrupt(PacelineError(headline))
+            self._interrupt(PacelineError(text))
             return
         if may_wait:
             time.sleep(_WAIT_LONGER_S)  # let other waiting workers say so: the one that stays silent is the one that hangs
@@ -219,10 +225,6 @@ class Watch:
             late = f"paceline: worker {self._rank} was asked to stop and is stuck at step {step}, in {phase}: ending it now"
             warn(late)
             exit_now(self._exit_code)
-
-    def _stack(self) -> str:
-        frame = sys._current_frames().get(self._watched)
-        return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     def _leave_child(self) -> None:
         """In a forked child, such as one that the user's Dataset started: restore the handlers of SIGTERM and SIGHUP.

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from paceline.dist.meet import meet, meet_in_launcher_store
+from paceline.dist.messages import claim_first
 from paceline.dist.place import Place, core_count, cores_for_worker, meeting_point, read_place, threads_per_worker
 from paceline.errors import UsageError
 
@@ -106,7 +107,7 @@ def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
         torch.set_num_threads(threads_per_worker(place.local_size))
     _choose_interface(place)
     timeout = timedelta(seconds=timeout_s)
-    restart_store = None
+    store, restart_store, hook = None, None, sys.excepthook
     if backend == "mpi":
         dist.init_process_group("mpi")
     else:
@@ -118,6 +119,8 @@ def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
         else:
             store = meet(place, timeout)
         dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size, store=store)
+    if place.size == 1:
+        sys.excepthook = hook  # torch's would put [rank0]: before each line of a traceback, once for each world so far
     try:
         with _own_stream(device), _bound_to_cores(place, device) as usable:
             yield World(
@@ -133,13 +136,16 @@ def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
                 restart_store=restart_store,
                 node_cores=usable,
             )
-    except BaseException:
+    except BaseException as error:
+        if place.size > 1 and store is not None and place.launcher != "paceline":
+            claim_first(store, error)
         # After a failure the other workers may be stuck in a collective, and destroying the process group would wait for them.
         # They notice the closed connection when this process ends.
         if place.size == 1:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+    sys.excepthook = hook
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """`paceline doctor`: check this machine, and say how to fix what is wrong.
 
-Owns the checks; each is a function in `checks.py` that yields findings.
+Owns the measurements and the checks, which turn them into findings: one file per subject.
 May import: training, data, dist. Start reading at `checks.py`.
 """

@@ -1,147 +1,192 @@
-"""`paceline doctor`: check that this machine is ready to train. One line per check, with a fix if something is wrong."""
+"""`paceline doctor`: whether this machine will train well, in ten lines, and what to do if not.
 
+    finding.py     one fact, its level and its fix; merged into one line per subject
+    cores.py       shared cores, quotas, thread settings        disk.py    speed of checkpoints
+    probe.py       torch, all-reduce, loaders and GPUs, tried in child processes
+    network.py     what the probe and the sockets say           clock.py   whether timings can be trusted
+
+A check measures instead of trusting what the machine says about itself. What may crash or hang runs in a child process with a
+time limit. Cores and disk come first, while nothing of ours runs.
+"""
+
+import functools
 import os
 import platform
 import shutil
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from typing import Any
 
 from paceline.data import fashion_mnist
-from paceline.dist.place import core_count, read_place
-from paceline.dist.process import python_command
-from paceline.dist.world import backends, interfaces
+from paceline.dist.place import read_place
+from paceline.doctor.clock import judge_clock, measure_clock, read_clocks
+from paceline.doctor.cores import Cores, judge_cores, judge_threads, measure_cores
+from paceline.doctor.disk import Disk, judge_disk, measure_disk
+from paceline.doctor.finding import Finding, line, merge, verdict
+from paceline.doctor.network import judge_loader, judge_network, look_at_network
+from paceline.doctor.probe import Probe, run_probe
 from paceline.errors import PacelineError
-from paceline.training.precision import TRIAL_THREADS, lists_amx, try_bf16
+from paceline.output import is_terminal
 
-_FREE_BYTES = 2 * 1024**3
-_ALL_REDUCE_S = 60
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One check's outcome: `ok`, `note` (works, but worth knowing) or `wrong`."""
-
-    level: str
-    what: str
-    text: str
-    fix: str = ""
+_OLDEST_TORCH = (2, 11)
+_SILENT_S = 2.0
+Check = Callable[[], Iterator[Finding]]
 
 
-def doctor() -> int:
-    """Print the findings; return 1 if something is wrong that keeps runs from working."""
-    wrong = 0
-    for check in _CHECKS:
-        try:
-            for finding in check():
-                fix = f"; fix: {finding.fix}" if finding.fix else ""
-                print(f"{finding.level:<5} {finding.what:<12} {finding.text}{fix}", flush=True)
-                wrong += finding.level == "wrong"
-        except Exception as error:  # a check that fails is a finding too, not a traceback
-            name = check.__name__.lstrip("_")
-            print(f"wrong {name:<12} the check itself failed: {type(error).__name__}: {error}", flush=True)
-            wrong += 1
-    print("ready to train" if not wrong else f"{wrong} problem{'s' * (wrong > 1)} to fix")
-    return 1 if wrong else 0
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What was measured before the first line is printed."""
+
+    cores: Cores
+    disk: Disk
+    probe: Probe
+    env: Mapping[str, str]
+
+    @property
+    def threads(self) -> int | None:
+        """The threads that torch uses; None: unknown."""
+        return self.probe.stages.get("torch", {}).get("threads")
+
+    @property
+    def gpus(self) -> list[Mapping[str, Any]]:
+        """The GPUs that torch can use."""
+        return list(self.probe.stages.get("gpus", {}).get("gpus", ()))
 
 
-def _python() -> Iterator[Finding]:
-    yield Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}")
+def doctor(*, verbose: bool = False, runs_dir: str = "runs") -> int:
+    """Print one line per subject and the verdict. Returns 1 if something keeps runs from working."""
+    return report(make_checks(Path(runs_dir)), verbose=verbose)
 
 
-def _torch() -> Iterator[Finding]:
-    major, minor = (int(number) for number in torch.__version__.split(".")[:2])
-    old = (major, minor) < (2, 11)
-    yield Finding("wrong" if old else "ok", "torch", torch.__version__, "pip install 'torch>=2.11'" if old else "")
+def report(checks: Mapping[str, Check], *, verbose: bool = False) -> int:
+    """Run the checks in their order. A check that fails is a finding too, not a traceback."""
+    merged = []
+    for what, check in checks.items():
+        found: list[Finding] = []
+        with _progress(f"checking {what} ..."):
+            try:
+                for each in check():
+                    found.append(each)  # noqa: PERF402  # what was found before an error stays
+            except PacelineError as error:
+                found.append(Finding("wrong", what, str(error)))
+            except Exception as error:
+                found.append(Finding("wrong", what, f"the check itself failed: {type(error).__name__}: {error}"))
+        merged.append(merge(what, found))
+        for shown in found if verbose else merged[-1:]:
+            print(line(shown), flush=True)
+    print(verdict(merged), flush=True)
+    return 1 if any(each.level == "wrong" for each in merged) else 0
 
 
-def _gpus() -> Iterator[Finding]:
-    if not torch.cuda.is_available():
-        built = torch.version.cuda
-        if built and shutil.which("nvidia-smi"):
-            yield Finding(
-                "wrong", "gpu", f"torch has CUDA {built} but sees no GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES"
-            )
+def make_checks(runs_dir: Path) -> dict[str, Check]:
+    """The ten subjects. The first one measures everything, in the order in which measurements disturb each other least."""
+    start = read_clocks()
+
+    @functools.cache
+    def facts() -> Facts:
+        return Facts(cores=measure_cores(), disk=measure_disk(runs_dir), probe=run_probe(), env=os.environ)
+
+    return {
+        "software": lambda: judge_software(facts()),
+        "device": lambda: judge_device(facts()),
+        "precision": lambda: judge_precision(facts()),
+        "cores": lambda: judge_cores(facts().cores),
+        "threads": lambda: judge_threads(facts().cores, facts().threads, len(facts().gpus), facts().env),
+        "loader": lambda: judge_loader(facts().probe),
+        "network": lambda: _judge_network(facts()),
+        "disk": lambda: judge_disk(facts().disk),
+        "data": judge_data,
+        "clock": lambda: judge_clock(measure_clock(start)),
+    }
+
+
+def judge_software(facts: Facts) -> Iterator[Finding]:
+    """Python, torch, its backends, and what can start workers."""
+    yield Finding("ok", "software", f"python {platform.python_version()} on {platform.system()}")
+    yield Finding("ok", "software", f"{platform.platform()}, {sys.executable}", detail=True)
+    torch = facts.probe.stages.get("torch")
+    if torch is None:
+        yield Finding("wrong", "software", f"torch does not work: {facts.probe.why('torch')}", "pip install 'torch>=2.11'")
+        return
+    old = tuple(int(number) for number in torch["version"].split(".")[:2]) < _OLDEST_TORCH
+    fix = "pip install 'torch>=2.11'" if old else ""
+    yield Finding("wrong" if old else "ok", "software", f"torch {torch['version']}{' is too old' if old else ''}", fix)
+    gloo = "gloo" in torch["backends"]
+    fix = "" if gloo else "install a torch built with gloo"
+    yield Finding("ok" if gloo else "wrong", "software", f"backends {', '.join(torch['backends']) or 'none'}", fix)
+    place, beside = read_place(facts.env), Path(sys.executable).parent
+    tools = [name for name in ("torchrun", "srun", "mpirun") if shutil.which(name) or (beside / name).exists()]
+    yield Finding("ok", "software", f"launchers {', '.join(['paceline --workers', *tools])}", detail=True)
+    if place.launcher != "alone":
+        yield Finding("note", "software", f"this is worker {place.rank} of {place.size} started by {place.launcher}")
+
+
+def judge_device(facts: Facts) -> Iterator[Finding]:
+    """The GPUs, or why there are none."""
+    built = facts.probe.stages.get("torch", {}).get("cuda")
+    if "gpus" not in facts.probe.stages:
+        yield Finding("wrong" if built else "note", "device", f"GPUs could not be tried: {facts.probe.why('gpus')}")
+        return
+    if not facts.gpus:
+        if built and _has_driver():
+            fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
+            yield Finding("wrong", "device", f"torch has CUDA {built} but sees no GPU", fix)
         else:
-            why = "torch is a CPU build" if not built else "no GPU found"
-            yield Finding("note", "gpu", f"{why}: runs use CPU workers on gloo")
+            why = "no GPU was found" if built else "torch is a CPU build"
+            yield Finding("note", "device", f"{why}: runs use CPU workers over gloo")
+        if not built and _has_driver():
+            yield Finding("slow", "device", "there is an NVIDIA driver, but torch cannot use it", "install a torch with CUDA")
         return
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
-        yield Finding(
-            "ok", "gpu", f"{index}: {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, CUDA {torch.version.cuda}"
-        )
+    names = [gpu["name"] for gpu in facts.gpus]
+    counts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    least = min(facts.gpus, key=lambda gpu: gpu["free"] / gpu["total"])
+    free = f"{least['free'] / 2**30:.0f} of {least['total'] / 2**30:.0f} GiB free"
+    yield Finding("ok", "device", f"{counts}, {free}{' on the fullest' if len(names) > 1 else ''}, CUDA {built}")
+    if least["free"] < 0.8 * least["total"]:
+        text = f"another program uses the memory of GPU {facts.gpus.index(least)}"
+        yield Finding("note", "device", text, "nvidia-smi shows which; end it, or set CUDA_VISIBLE_DEVICES")
+    for index, gpu in enumerate(facts.gpus):
+        text = f"GPU {index}: {gpu['name']}, {gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB free"
+        yield Finding("ok", "device", text, detail=True)
 
 
-def _bf16() -> Iterator[Finding]:
-    """What `--precision auto` would choose. Runs a new trial, not the cached one, in case the machine has changed."""
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            major, minor = torch.cuda.get_device_capability(index)
-            about = f"GPU {index}: compute capability {major}.{minor}"
-            if major >= 8:
-                yield Finding("ok", "bf16", f"works on {about}: --precision auto uses it")
-            else:
-                yield Finding("note", "bf16", f"{about} has no bf16 units: --precision auto uses fp32")
+def judge_precision(facts: Facts) -> Iterator[Finding]:
+    """What `--precision auto` would choose, from a new trial: the machine may have changed since the cached one."""
+    if facts.gpus:
+        old = [index for index, gpu in enumerate(facts.gpus) if tuple(gpu["capability"]) < (8, 0)]
+        times = max(gpu["fp32_s"] / gpu["bf16_s"] for gpu in facts.gpus)
+        if old:
+            text = f"GPU {', '.join(map(str, old))} has no bf16 units: --precision auto uses fp32"
+            yield Finding("note", "precision", text)
+        else:
+            text = f"bf16, {times:.1f} times as fast as fp32 in matrix products: --precision auto uses it"
+            yield Finding("ok", "precision", text)
         return
-    found, amx = try_bf16(TRIAL_THREADS, again=True), lists_amx()
+    if "torch" not in facts.probe.stages:
+        yield Finding("note", "precision", "not tried, because torch does not work")
+        return
+    from paceline.training.precision import TRIAL_THREADS, lists_amx, try_bf16
+
+    found, tried = try_bf16(TRIAL_THREADS, again=True), lists_amx()
     if found.crash:
-        fix = "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 to use bf16 without AMX" if amx else ""
-        yield Finding("note", "bf16", f"crashes: {found.describe()}; --precision auto uses fp32", fix)
+        fix = "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 to use bf16 without AMX" if tried else ""
+        yield Finding("note", "precision", f"fp32: {found.describe()}", fix)
     elif found.ratio is None:
-        yield Finding("note", "bf16", f"unknown: {found.describe()}; --precision auto uses fp32")
+        yield Finding("note", "precision", f"fp32, because {found.describe()}")
+    elif tried and found.pays:
+        yield Finding("ok", "precision", f"bf16: {found.describe()}")
+    elif found.pays:  # without AMX, `auto` does not try: most such CPUs emulate bf16
+        yield Finding("note", "precision", f"fp32, but {found.describe()}", "try --precision bf16")
     else:
-        speed = "slower" if found.ratio > 1 else "works"
-        why = "uses it" if found.pays and amx else "uses fp32" if amx else "uses fp32 on CPUs without AMX"
-        yield Finding("ok", "bf16", f"{speed}: {found.describe()}; --precision auto {why}")
+        yield Finding("ok", "precision", f"fp32: {found.describe()}")
 
 
-def _backends() -> Iterator[Finding]:
-    here = backends()
-    missing = [name for name in ("nccl", "gloo", "mpi") if name not in here]
-    level = "ok" if "gloo" in here else "wrong"
-    about = f" (not in this torch: {', '.join(missing)})" if missing else ""
-    yield Finding(level, "backends", ", ".join(here) + about, "" if level == "ok" else "install a torch built with gloo")
-
-
-def _cores() -> Iterator[Finding]:
-    threads = os.environ.get("OMP_NUM_THREADS")
-    said = f", OMP_NUM_THREADS={threads}" if threads else ""
-    yield Finding("ok", "cores", f"{core_count()} usable of {os.cpu_count()}{said}")
-
-
-def _launcher() -> Iterator[Finding]:
-    place = read_place()
-    tools = [
-        name for name in ("torchrun", "srun", "mpirun") if shutil.which(name) or (Path(sys.executable).parent / name).exists()
-    ]
-    inside = "" if place.launcher == "alone" else f"; this is worker {place.rank} of {place.size} started by {place.launcher}"
-    yield Finding("ok", "launchers", f"{', '.join(['paceline --workers', *tools])}{inside}")
-
-
-def _network() -> Iterator[Finding]:
-    found = interfaces()
-    listed = ", ".join(f"{name} {address}" for name, address in found.items())
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    if chosen and chosen not in found:
-        yield Finding(
-            "wrong", "network", f"{listed}; GLOO_SOCKET_IFNAME={chosen} is not one of them", "unset GLOO_SOCKET_IFNAME"
-        )
-    elif not any(address.startswith("127.") for address in found.values()):
-        yield Finding("wrong", "network", f"no loopback interface ({listed})", "ip link set lo up")
-    else:
-        yield Finding("ok", "network", listed)
-
-
-def _data() -> Iterator[Finding]:
+def judge_data() -> Iterator[Finding]:
+    """The built-in data sets."""
     for name in fashion_mnist.SOURCES:
         folder = fashion_mnist.find(name)
         if folder is None:
@@ -152,68 +197,40 @@ def _data() -> Iterator[Finding]:
         except PacelineError as error:
             yield Finding("wrong", "data", f"{name}: {error}", f"paceline data fetch {name}")
         else:
-            yield Finding("ok", "data", f"{name} in {folder}")
+            yield Finding("ok", "data", name)
+            yield Finding("ok", "data", f"{name} in {folder}", detail=True)
 
 
-def _disk() -> Iterator[Finding]:
-    for what, folder in (("disk", Path.cwd()), ("temp disk", Path(tempfile.gettempdir()))):
-        free = shutil.disk_usage(folder).free
-        low = free < _FREE_BYTES
-        fix = "free some space, or use --runs-dir" if low else ""
-        yield Finding("wrong" if low else "ok", what, f"{free / 2**30:.1f} GiB free in {folder}", fix)
+def _judge_network(facts: Facts) -> Iterator[Finding]:
+    if "torch" not in facts.probe.stages:
+        return iter([Finding("note", "network", "not tried, because torch does not work")])
+    from paceline.dist.world import interfaces  # imports torch
+
+    return judge_network(look_at_network(interfaces(), facts.env), facts.probe, facts.env)
 
 
-def _all_reduce() -> Iterator[Finding]:
-    """Add a tensor over gloo, in two real processes like those of a run."""
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        begin = time.perf_counter()
-        env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else dict(os.environ)
-        command = [
-            *python_command(),
-            "-c",
-            "import sys; from paceline.doctor.checks import add; add(*sys.argv[1:])",
-            f"{folder}/store",
-        ]
-        pair = [
-            subprocess.Popen([*command, str(rank)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for rank in range(2)
-        ]
-        try:
-            outputs = [process.communicate(timeout=_ALL_REDUCE_S) for process in pair]
-        except subprocess.TimeoutExpired:
-            text = f"2 workers did not connect within {_ALL_REDUCE_S} s"
-            yield Finding("wrong", "all-reduce", text, "check that lo is up and that no firewall blocks it")
-            return
-        finally:
-            for process in pair:
-                process.kill()
-                process.wait()
-        if [out.strip() for out, _ in outputs] != ["3.0", "3.0"]:
-            last = (outputs[0][1] or outputs[1][1]).strip().splitlines()
-            yield Finding("wrong", "all-reduce", f"2 workers failed: {last[-1] if last else outputs}", "see the checks above")
-            return
-        yield Finding("ok", "all-reduce", f"2 workers over gloo, {time.perf_counter() - begin:.1f} s including start-up")
+def _has_driver(root: Path = Path("/")) -> bool:
+    return (root / "proc/driver/nvidia/gpus").is_dir() or shutil.which("nvidia-smi") is not None
 
 
-def add(store: str, rank: str) -> None:
-    """Runs in each of the two workers: all-reduce 1 + 2."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
-    value = torch.full((1000,), float(rank) + 1)
-    dist.all_reduce(value)
-    print(value.mean().item(), flush=True)
-    dist.destroy_process_group()
+@contextmanager
+def _progress(text: str) -> Iterator[None]:
+    """On a terminal, say what is going on if it takes longer than two seconds, and remove that line afterwards."""
+    if not is_terminal(sys.stderr):
+        yield
+        return
+    said = threading.Event()
 
+    def say() -> None:
+        said.set()
+        print(text, end="", file=sys.stderr, flush=True)
 
-_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    _python,
-    _torch,
-    _gpus,
-    _bf16,
-    _backends,
-    _cores,
-    _launcher,
-    _network,
-    _data,
-    _disk,
-    _all_reduce,
-)
+    timer = threading.Timer(_SILENT_S, say)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if said.is_set():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

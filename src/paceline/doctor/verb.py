@@ -1,15 +1,17 @@
-"""`paceline doctor`: it has no arguments. The checks are in `checks.py`, which imports torch."""
+"""`paceline doctor`: its arguments. The checks are in `checks.py`."""
 
 import argparse
 from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing."""
+    """Add what to show, and where runs will be kept."""
+    parser.add_argument("--verbose", action="store_true", help="show every fact on a line of its own, not ten lines")
+    parser.add_argument("--runs-dir", default="runs", metavar="DIR", help="the folder of the runs, whose disk is tried [runs]")
 
 
 def run(options: dict[str, Any]) -> int:
     """Run the checks."""
     from paceline.doctor.checks import doctor
 
-    return doctor()
+    return doctor(**options)

@@ -5,6 +5,7 @@
     source = "https://... (date)"        # where the numbers come from
     unverified = "..."                   # which numbers are remembered or guessed, if any
     workers_per_node = 8
+    gpu = "H100"                         # a worker's GPU; "any" if the file is for any GPU; leave it out for CPU workers
     cores_per_node = 96                  # CPU workers only: more workers than cores slow each other down
     link_cores = 96                      # cores that carry `intra`, if it is the node's memory (gloo on one node)
     trees = true                         # all-reduces between nodes may use trees (NCCL); false: only rings (gloo)
@@ -77,6 +78,8 @@ class Cluster:
     source: str = ""
     unverified: str = ""
     workers_per_node: int
+    gpu: str = ""
+    """A worker's GPU, such as H100; `any`: a GPU of any kind; empty: CPU workers, or unknown."""
     cores_per_node: int | None = None
     trees: bool = True
     intra: Wire | None = None
@@ -150,6 +153,7 @@ def read_cluster(path: Path) -> Cluster:
         source=_text(found, "source", what),
         unverified=_text(found, "unverified", what),
         workers_per_node=int(workers),
+        gpu=_text(found, "gpu", what).strip(),
         cores_per_node=_count(found, "cores_per_node", what),
         link_cores=_count(found, "link_cores", what),
         trees=_flag(found, "trees", what, default=True),
@@ -193,8 +197,8 @@ def _fitted(fit: Fit) -> Wire:
 
 
 _KEYS = {
-    *("name", "about", "source", "unverified", "workers_per_node", "cores_per_node", "link_cores", "trees"),
-    *("intra", "inter", "efficiency", "price"),
+    *("name", "about", "source", "unverified", "workers_per_node", "gpu", "cores_per_node"),
+    *("link_cores", "trees", "intra", "inter", "efficiency", "price"),
 }
 _MOST_EFFICIENT = 1.5  # above 1 if switches sum gradients; a percentage given by mistake is far above
 _BOUNDS = {

@@ -2,7 +2,8 @@
 
 The other values are `DRAWS` draws with a fixed seed, so that the same prediction always has the same error bars. Drawn are:
 
-    speed     a factor on everything a worker does by itself: normal, with the relative deviation of the measured windows
+    speed     a factor on everything a worker does by itself: normal, with the relative deviation of the measured windows, and
+              more where measured counts contradict each other (`trust.py`)
     link      bandwidth between its low and high, half of the draws on each side of typical; latency in the same way, in
               proportion. A fitted link also has a factor on every all-reduce: normal, with the fit's residual divided by the
               root of its timings. Where all-reduces were timed in training, the factor is on that time, and every draw of the
@@ -43,12 +44,12 @@ class Draws:
     noise: Array | None
 
 
-def draw(measured: Measured, cluster: Cluster, noise: NoiseScale | None) -> Draws:
-    """Draw the uncertain inputs of this record and this cluster."""
+def draw(measured: Measured, cluster: Cluster, noise: NoiseScale | None, doubt: float = 0.0) -> Draws:
+    """Draw the uncertain inputs of this record and this cluster. `doubt`: another relative deviation of the measured speeds."""
     random = np.random.default_rng(_SEED)
     wires = [wire for wire in (cluster.intra, cluster.inter) if wire is not None]
     level = max((wire.level for wire in wires), default=0.0)
-    spread = max(point.spread for point in measured.points)
+    spread = math.hypot(max(point.spread for point in measured.points), doubt)
     return Draws(
         slowness=_first(1.0, np.maximum(0.2, 1 + spread * random.standard_normal(DRAWS))),
         intra=_link(cluster.intra, random),

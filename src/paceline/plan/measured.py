@@ -52,6 +52,10 @@ class Point:
     compute_spread_s: float
     """Deviation of one worker's compute from step to step."""
     reduce_s: float
+    windows: tuple[float, ...] = ()
+    """The speed in each window, or in each health row of a training run."""
+    timed: float = 1.0
+    """The time of a step in the steps timed one by one, relative to a step in the windows."""
 
     @property
     def samples(self) -> float:
@@ -98,6 +102,10 @@ class Measured:
     assumed: tuple[str, ...]
     flags: str = ""
     """The flags after TASK that train the same model (`own_flags`)."""
+    device: str = ""
+    """What a worker computed on: `CPU`, a GPU such as `NVIDIA H200`, or empty if the record does not say."""
+    precision: str = ""
+    """fp32 or bf16; empty if the record does not say."""
 
     @property
     def base(self) -> Point:
@@ -161,6 +169,8 @@ def _read_scale(path: Path) -> Measured:
         links=(*links, *sums),
         cores=cores,
         threads=_threads(contract),
+        device=_device(contract),
+        precision=str(contract.get("precision", "")),
         backend=str(contract.get("backend", "")),
         run=run,
         noise=None,
@@ -197,6 +207,8 @@ def _scale_point(count: Mapping[str, Any]) -> Point:
         backward_s=number(count, "backward_s") * scale,
         compute_spread_s=number({"compute_spread_s": 0.0, **count}, "compute_spread_s") * scale,
         reduce_s=number({"reduce_s": 0.0, **count}, "reduce_s"),
+        windows=tuple(windows),
+        timed=1 / scale,
     )
 
 
@@ -274,6 +286,8 @@ def _read_training(path: Path) -> Measured:
         links=(),
         cores=cores,
         threads=_threads(contract),
+        device=_device(contract),
+        precision=str(contract.get("precision", "")),
         backend=str(contract.get("backend", "")),
         run=run,
         noise=read_noise_scale(rows),
@@ -301,6 +315,7 @@ def _training_point(workers: int, nodes: int, batch: int, rows: Sequence[Mapping
         backward_s=(1 - _FORWARD) * components["compute"],
         compute_spread_s=waits,
         reduce_s=0.0,
+        windows=tuple(speeds),
     )
 
 
@@ -348,9 +363,15 @@ def _train_samples(contract: Mapping[str, Any], steps_per_epoch: int) -> int:
 def _cores(contract: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:
     """The cores that CPU workers share; None for GPU workers, each with its own device."""
     devices = str(contract.get("devices", ""))
-    said = re.search(r"\((\d+) cores", devices)
+    said = re.search(r"\((\d+) cores?", devices)
     cores = int(said[1]) if said else environment.get("cores")
     return whole({"cores": cores}, "cores") if "CPU worker" in devices and cores else None
+
+
+def _device(contract: Mapping[str, Any]) -> str:
+    """`CPU`, or the GPU's name: devices are `2 CPU workers, ...`, `4 x NVIDIA H200` or `2 workers sharing 1 x NVIDIA H200`."""
+    devices = str(contract.get("devices", ""))
+    return "CPU" if "CPU worker" in devices else devices.partition(" x ")[2]
 
 
 def _threads(contract: Mapping[str, Any]) -> int:

@@ -97,7 +97,7 @@ class Model:
     def crowding(self, workers: int) -> float:
         """How much slower sharing cores makes the workers, relative to the measured step that the prediction is based on."""
         there = crowd(self._sharing(workers), self._slots())
-        if not self._as_measured():
+        if not self.as_measured():
             return there / self._crowded(self.measured.base)
         known = sorted(self._together(point) for point in self.measured.alike())
         nearest = min(max(self._key(workers), known[0]), known[-1])
@@ -110,15 +110,15 @@ class Model:
         low, high = _CALIBRATED
         return not 1.01 * low < float(self.interference[0]) < 0.99 * high
 
-    def _own(self, workers: int, samples: float) -> dict[str, Array]:
-        """The components that a worker does by itself, and its backward pass."""
-        found = self._at(self._key(workers)) if self._as_measured() else self._at_samples(samples)
-        factor = self.crowding(workers) / self.speed * self.draws.slowness
-        return {name: seconds * factor for name, seconds in found.items()}
-
-    def _as_measured(self) -> bool:
+    def as_measured(self) -> bool:
         """Whether workers have as many samples per step as in the measurement."""
         return self.mode == "weak" and self.samples in (None, self.measured.base.samples)
+
+    def _own(self, workers: int, samples: float) -> dict[str, Array]:
+        """The components that a worker does by itself, and its backward pass."""
+        found = self._at(self._key(workers)) if self.as_measured() else self._at_samples(samples)
+        factor = self.crowding(workers) / self.speed * self.draws.slowness
+        return {name: seconds * factor for name, seconds in found.items()}
 
     def _sharing(self, workers: int) -> int:
         """How many of these workers share cores."""

@@ -22,6 +22,7 @@ from paceline.plan.measured import Measured, Run, read_measured
 from paceline.plan.model import Mode, Model, make_model
 from paceline.plan.target import Returns, counts_up_to, data_limit, find_returns, place_limit, price_of, steps_needed, time_s
 from paceline.plan.tradeoff import MOST_NOISE, NoiseScale, given_noise_scale, read_noise_scale
+from paceline.plan.trust import find_doubt, find_warnings
 from paceline.plan.words import (
     BARS,
     count_words,
@@ -37,9 +38,6 @@ from paceline.records import find_record, read_metrics
 
 MOST_ASKED = 1_000_000
 """The largest --workers."""
-
-_FAR_OFF = 2.0
-"""A fit that is typically off by a larger factor gets a warning."""
 
 _BOUNDS = {"speed": (1e-6, 1e6), "price": (0.0, 1e9), "target-steps": (0, 10**12), "samples": (0, 10**9)}
 """The range of number flags: above the first (or from it, if it is not 0), up to the second."""
@@ -98,6 +96,8 @@ class Plan:
     noise: NoiseScale | None
     rows: tuple[dict[str, Any], ...]
     returns: Returns
+    warnings: tuple[str, ...] = ()
+    """What makes the prediction untrustworthy, with what to do (`trust.py`)."""
 
 
 def plan_verb(**flags: Any) -> int:
@@ -137,9 +137,14 @@ def make_plan(request: Request) -> Plan:
     draws = draw(measured, cluster, noise)
     model = make_model(measured, cluster, draws, mode=request.mode, speed=request.speed, samples=request.samples)
     counts = parse_counts(request.workers, model)
+    doubt, warnings = find_doubt(model, counts), find_warnings(model, counts)
+    if doubt:
+        draws = draw(measured, cluster, noise, doubt)
+        model = make_model(measured, cluster, draws, mode=request.mode, speed=request.speed, samples=request.samples)
     price = price_of(cluster, request.price)
     rows = tuple(make_row(model, workers, price) for workers in counts)
-    return Plan(request=request, model=model, noise=noise, rows=rows, returns=find_returns(model, measured.run, noise))
+    returns = find_returns(model, measured.run, noise)
+    return Plan(request=request, model=model, noise=noise, rows=rows, returns=returns, warnings=warnings)
 
 
 def find_noise_scale(text: str, runs_dir: str) -> NoiseScale:
@@ -240,8 +245,7 @@ def introduce(plan: Plan) -> list[str]:
         f" step, {measured.gradient_bytes:,} bytes of gradients in {buckets} ({measured.record})",
         f"cluster: {about}{'; ' + cluster.source if cluster.here else ''}",
     ]
-    if cluster.off > _FAR_OFF:
-        lines.append("warning: latency and bandwidth do not describe the link well: trust this prediction less")
+    lines += [f"warning: {each}" for each in plan.warnings]
     if cluster.unverified or not (cluster.source or cluster.here):
         lines.append(f"unverified: {cluster.unverified or 'all numbers: the file names no source'}")
     fixed = "fixed samples per worker" if plan.model.mode == "weak" else "fixed global batch"
@@ -320,6 +324,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "interference": None if model.interference is None else float(model.interference[0]),
         "rows": list(plan.rows),
         "returns": {**asdict(plan.returns), "most": plan.returns.most},
+        "warnings": list(plan.warnings),
         "sentences": conclude(plan),
     }
 

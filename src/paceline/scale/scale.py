@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import Config, flag, make_config, merge_options, names_with
-from paceline.dist.launch import launch
+from paceline.dist.launch import WorkerFailed, launch
 from paceline.dist.place import core_count, read_place
-from paceline.errors import PacelineError, RecordError, UsageError, reason
+from paceline.errors import RecordError, UsageError, reason
 from paceline.files import read_json, write_json
 from paceline.flags import to_flags
 from paceline.options import Role
@@ -171,9 +171,7 @@ def _measure_there(task: str, options: Mapping[str, Any], how: Mapping[str, Any]
         return
     if outcome.failure is None:
         raise KeyboardInterrupt
-    error = PacelineError(outcome.failure.text)
-    error.exit_code = outcome.exit_code
-    raise error
+    raise WorkerFailed(outcome.failure.explain(), outcome.exit_code)
 
 
 def _name(task: str) -> str:

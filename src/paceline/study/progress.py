@@ -136,7 +136,8 @@ class Progress:
         note = f" ({note})" if note else ""
         if not Status(entry["status"]).good:
             why = entry["why"].partition("; try ")[0].removeprefix(f"{entry['status']}: ")
-            return f"{entry['status']}: {why}{note}"
+            at = entry.get("where", "").partition("\n")[0]
+            return f"{entry['status']}: {why}{f' ({at})' if at else ''}{note}"
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in entry["metrics"].items())
         return f"{metrics}, {entry['train_time_s']:.1f} s of training, {entry['samples_per_s']:,.0f} samples/s{note}"
 

@@ -37,6 +37,7 @@ def read_run(record: Path, state: Mapping[str, Any], target: float | None) -> di
         "seed": state["seed"],
         "status": state["status"],
         "why": state.get("why", ""),
+        "where": state.get("where", ""),
         "metrics": {k: v for k, v in result.get("metrics", {}).items() if isinstance(v, int | float) and math.isfinite(v)},
         **{name: values for name, values in series.items() if any(value is not None for value in values)},
         "epochs": result.get("epochs", 0),

@@ -8,7 +8,6 @@ import gc
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import Config, flag, names_with
-from paceline.dist.messages import headline
 from paceline.errors import DataError, PacelineError, RecordError, Stopped, UsageError, reason
+from paceline.explanation import explain
 from paceline.files import lock, read_json, write_json
 from paceline.options import Role
 from paceline.records import read_result
@@ -59,9 +58,10 @@ def perform(call: Call, run: RunSpec) -> None:
     about = {"arm": run.arm, "seed": run.seed, "task": run.task, "options": run.resolved, "per_device": call.per_device}
     begin = time.time()
 
-    def write(status: str, why: str = "") -> None:
+    def write(status: str, why: str = "", where: str = "") -> None:
         wall_s = round(time.time() - begin, 3)
-        ended = {"status": status, "why": why, "note": note, "call": call.id, "tries": tries, "begin": begin, "wall_s": wall_s}
+        ended = {"status": status, "why": why, "where": where, "note": note, "call": call.id, "tries": tries}
+        ended |= {"begin": begin, "wall_s": wall_s}
         with explained(call.folder):
             write_json(_state_path(call, run), {**about, **ended}, indent=1)
 
@@ -78,14 +78,15 @@ def perform(call: Call, run: RunSpec) -> None:
         raise
     except Exception as error:
         code = getattr(error, "exit_code", 1) if isinstance(error, PacelineError) else 1
-        why = str(error).partition("\n")[0] if isinstance(error, PacelineError) else headline(error)
+        said = explain(error)
+        why = said.why.partition("\n")[0]
         if code == UsageError.exit_code or isinstance(error, DataError):
             why = f"arm {run.arm!r}, seed {run.seed}: {why}"
-            write(Status.REFUSED, why)
-            raise (DataError(why) if isinstance(error, DataError) else UsageError(why)) from None
+            write(Status.REFUSED, why, said.where)
+            raise (DataError(why) if isinstance(error, DataError) else UsageError(why)) from error
         with (call.folder / f"{run.name}.log").open("a", encoding="utf-8") as log:
-            traceback.print_exc(file=log)
-        write(Status.DIVERGED if code == 3 else Status.FAILED, why)
+            log.write(f"{said.describe(whole=True)}\n")
+        write(Status.DIVERGED if code == 3 else Status.FAILED, why, said.where)
         if "CUDA error" in why and "out of memory" not in why:  # no later run of this process could use the device
             then = "run the same command again to continue with the others"
             raise PacelineError(f"arm {run.arm!r}, seed {run.seed}: {why}; {then}") from None

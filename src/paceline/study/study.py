@@ -224,7 +224,9 @@ def list_runs(study: Study) -> list[RunSpec]:
     for arm in study.arms:
         with _naming(f"{study.source}, arm {arm.name!r}"):
             tasks.check(study.task, arm.options)
-            _, config = tasks.resolve(study.task, arm.options)
+            task, config = tasks.resolve(study.task, arm.options)
+            if task.validation is None:
+                raise UsageError(f"task {task.name} has no validation data, so nothing can be compared: give it validation=...")
             workers = config.workers or 1
             parts = config.virtual_workers or workers
             check_parts(parts, workers)

@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -12,18 +13,21 @@ from torch.utils.data import Dataset
 from paceline import models
 from paceline.config import Config
 from paceline.contract import Contract
+from paceline.core.deal import count_micros
 from paceline.core.determinism import deterministic
 from paceline.core.keys import key, seed_all
 from paceline.core.norms import PartNorm, can_group, group_batch_norms
 from paceline.core.parts import Parts, Step
 from paceline.core.sampler import Sampler
 from paceline.core.sync_norm import replace_sync_batch_norms
+from paceline.data.conversion import name_type
 from paceline.data.loaders import Arrays, Loader, Resident, make_loader
 from paceline.dist.agree import any_reason, check_agreement
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
 from paceline.optim.muon import describe_split
+from paceline.output import plural
 from paceline.training.dataset import count_samples, load_data
 from paceline.training.forward import Forward
 from paceline.training.gradients import Sam
@@ -31,6 +35,7 @@ from paceline.training.grouping import Grouping, choose_grouping, measures_noise
 from paceline.training.local import first_local_step
 from paceline.training.precision import choose_precision
 from paceline.training.task import Task
+from paceline.training.task_fields import Data, check_made_model
 from paceline.training.terms import make_contract, make_steps
 from paceline.training.trial import Trial
 from paceline.training.update import Update
@@ -49,7 +54,8 @@ class Run:
     forward: Forward
     update: Update
     train: Loader
-    validation: Loader
+    validation: Loader | None
+    """None: the task has no validation data."""
     validation_samples: int
     data_sha256: str
     """Of both data sets. A resumed run must find the same."""
@@ -59,15 +65,18 @@ class Run:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            for loader in (self.train, self.validation):
+            for loader in self._loaders():
                 stack.callback(loader.close)
                 loader.start()
             stack.pop_all()  # from here on, __exit__ closes them
         return self
 
     def __exit__(self, *_: object) -> None:
-        for loader in (self.train, self.validation):
+        for loader in self._loaders():
             loader.close()
+
+    def _loaders(self) -> list[Loader]:
+        return [loader for loader in (self.train, self.validation) if loader is not None]
 
     @property
     def model(self) -> nn.Module:
@@ -118,10 +127,13 @@ def _build(task: Task, config: Config, world: World) -> Run:
     sampler, schedule = make_steps(config, world, count_samples(train))
     trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world)
     model, grouping, notes = _make_model(trial)
-    loaders = [
-        make_loader(data, config.loader, task.prepare, world.device, config.loader_workers, config.seed, world.node_cores)
-        for data in (train, validation)
-    ]
+
+    def load(data: Data) -> Loader:
+        return make_loader(
+            data, config.loader, task.prepare, world.device, config.loader_workers, config.seed, world.node_cores
+        )
+
+    loader, validation_samples = load(train), 0 if validation is None else count_samples(validation)
     if suits_channels_last(model, config, sampler.global_batch // sampler.parts):
         notes += _lay_out_channels_last(model, trial)
     optimizer = make_optimizer(model, config)
@@ -139,6 +151,12 @@ def _build(task: Task, config: Config, world: World) -> Run:
     )
     if config.local_steps and parts.statistics.over_workers:
         raise UsageError("--local-steps: a norm layer takes its statistics over all workers; use norm=part or batch")
+    part_batch = sampler.global_batch // sampler.parts
+    if count_micros(config.accumulate, part_batch) < config.accumulate:
+        notes += (
+            f"--accumulate is {config.accumulate}, but a part has {plural(part_batch, 'sample')} and a micro-batch needs two:"
+            f" --accumulate {count_micros(config.accumulate, part_batch)} is used",
+        )
     if config.optimizer == "muon":
         notes += (describe_split(model, config.rest),)
     about = {
@@ -148,8 +166,8 @@ def _build(task: Task, config: Config, world: World) -> Run:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "data": getattr(train, "about", "") or f"{type(train).__name__} of {count_samples(train):,} samples",
         "train_samples": count_samples(train),
-        "validation_samples": count_samples(validation),
-        "loader": "on the device" if isinstance(loaders[0], Resident) else "streamed",
+        "validation_samples": validation_samples,
+        "loader": "on the device" if isinstance(loader, Resident) else "streamed",
         "parts": grouping.why,
         "record": "none",
     }
@@ -157,11 +175,11 @@ def _build(task: Task, config: Config, world: World) -> Run:
         config=config,
         world=world,
         parts=parts,
-        forward=Forward(model, task.objective, loaders[0], config.precision),
+        forward=Forward(model, task.objective, loader, config.precision),
         update=Update(model, optimizer, schedule, config, parts.engine.noise),
-        train=loaders[0],
-        validation=loaders[1],
-        validation_samples=count_samples(validation),
+        train=loader,
+        validation=None if validation is None else load(validation),
+        validation_samples=validation_samples,
         data_sha256=data_sha256,
         contract=make_contract(config, world, sampler, schedule, about),
         notes=notes,
@@ -172,7 +190,8 @@ def _make_model(trial: Trial) -> tuple[nn.Module, Grouping, tuple[str, ...]]:
     """The model, how it runs its parts, and what to tell the user. Collective: call on every rank."""
     task, config, world, parts = trial.task, trial.config, trial.world, trial.sampler.parts
     seed_all(key(config.seed, _INIT))
-    model, notes = strip_compiled(task.model() if task.model else _model(config, task, trial.data))
+    made = check_made_model(task.name, task.model()) if task.model else _model(config, task, trial.data)
+    model, notes = strip_compiled(made)
     model = own_buffers(model.to(world.device))
     notes += _check_norm_part(model, config.norm_part)
     grouping = choose_grouping(model, config, parts, world.size)
@@ -256,7 +275,14 @@ def _lay_out_channels_last(model: nn.Module, trial: Trial) -> tuple[str, ...]:
 
 def _model(config: Config, task: Task, train: Arrays | Dataset[Any]) -> nn.Module:
     """The model `--model` names, for the shape of this data's images."""
-    shape = tuple(train[0][0].shape)
+    sample = train[0]
+    first = sample[0] if isinstance(sample, tuple | list) and sample else sample
+    if not isinstance(first, Tensor | np.ndarray):
+        raise UsageError(
+            f"--model builds nets for images as tensors; task {task.name} has samples that begin with {name_type(first)}:"
+            " return (image, label), or give the task its own model"
+        )
+    shape = tuple(first.shape)
     if len(shape) != 3 or shape[1] != shape[2]:
         raise UsageError(f"--model builds nets for square images, C x H x H; task {task.name} has inputs of shape {shape}")
     return models.build(config.model or "cnn", in_channels=shape[0], image_size=shape[2], classes=task.classes)

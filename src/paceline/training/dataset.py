@@ -22,12 +22,14 @@ from torch.utils.data import Dataset
 
 from paceline.config import Config
 from paceline.core.keys import key, seed_sample
+from paceline.data.conversion import name_type
 from paceline.data.loaders import Arrays
 from paceline.dist.agree import check_agreement, fingerprints
 from paceline.dist.process import die_with_parent
 from paceline.dist.world import World
 from paceline.errors import UsageError, WorkersDisagree
 from paceline.training.task import Task
+from paceline.training.task_fields import Data, check_data, check_length, is_factory
 
 _DATA = 0xDA7A  # separates the random numbers that make data from those of step 0
 _SAME_DATA = "the task must make the same data in every worker"
@@ -41,18 +43,23 @@ _MOST_WORDS = 1 << 24  # of 8 bytes, compared per array: 128 MiB take 50 ms, all
 _BLOCK = 512  # words compared together: a page of memory, so that a mapped file is not read as a whole
 
 
-def load_data(task: Task, config: Config, world: World) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any], str]:
+def load_data(task: Task, config: Config, world: World) -> tuple[Data, Data | None, str]:
     """Load both data sets and hash them. The first worker of a node goes first: it may have to download for the others.
 
     Raises WorkersDisagree if workers see different data. Collective: call on every rank.
     """
     if world.local_rank == 0:
-        train, validation = _make(task, config)
+        made = _make(task, config)
     world.barrier()
     if world.local_rank != 0:
-        train, validation = _make(task, config)
+        made = _make(task, config)
+    # Only now, so that all workers have the same error: one that still waits would only lose contact.
+    train, validation = (_check(task, field, data) for field, data in zip(("train", "validation"), made, strict=True))
+    assert train is not None
     digest = hashlib.sha256()
     for data, which in ((train, "training"), (validation, "validation")):
+        if data is None:
+            continue
         facts = _facts(data)
         check_agreement(facts, world, f"about the {which} data", _SAME_DATA)
         digest.update(fingerprints(facts.values()).numpy().tobytes())
@@ -67,25 +74,38 @@ def load_data(task: Task, config: Config, world: World) -> tuple[Arrays | Datase
             )
         train = train.first(config.train_samples)
     for data, which in ((train, "training"), (validation, "validation")):
-        if not count_samples(data):
-            raise UsageError(f"task {task.name}: its {which} data is empty")
+        if data is not None and not count_samples(data):
+            raise UsageError(
+                f"task {task.name}: its {which} data is empty, {name_type(data)} of 0 samples: look for a wrong folder, or a"
+                " filter that leaves nothing"
+            )
     return train, validation, digest.hexdigest()
 
 
-def count_samples(data: Arrays | Dataset[Any]) -> int:
+def count_samples(data: Data) -> int:
     """The number of samples."""
     return len(cast(Any, data))
 
 
-def _make(task: Task, config: Config) -> tuple[Arrays | Dataset[Any], Arrays | Dataset[Any]]:
+def _make(task: Task, config: Config) -> tuple[Any, Any]:
     """Make both data sets, seeded: data made at random is the same on every worker."""
-    seed_sample(key(config.seed, _DATA, 0))
-    train = task.train()
-    seed_sample(key(config.seed, _DATA, 1))
-    return train, task.validation()
+    made = []
+    for number, source in enumerate((task.train, task.validation)):
+        seed_sample(key(config.seed, _DATA, number))
+        made.append(cast(Callable[[], Any], source)() if is_factory(source) else source)
+    return made[0], made[1]
 
 
-def _facts(data: Arrays | Dataset[Any]) -> dict[str, Tensor]:
+def _check(task: Task, field: str, made: Any) -> Data | None:
+    """Data that can be loaded, or None for a task without validation."""
+    if field == "validation" and task.validation is None:
+        return None
+    data = check_data(task.name, field, made)
+    check_length(task.name, field, data)
+    return data
+
+
+def _facts(data: Data) -> dict[str, Tensor]:
     """What must be equal on all workers: the number of samples and the content of arrays."""
     facts = {"samples": torch.tensor(count_samples(data))}
     for i, tensor in enumerate(data.tensors if isinstance(data, Arrays) else ()):

@@ -17,9 +17,9 @@ from paceline.core.determinism import deterministic
 from paceline.core.noise import adascale_gain, noise_scale
 from paceline.core.parts import Step
 from paceline.dist.agree import check_agreement
-from paceline.dist.messages import headline
 from paceline.dist.watch import Watch
-from paceline.errors import Diverged, PacelineError, RecordError, Stopped, UsageError, refuse_exit
+from paceline.errors import Diverged, PacelineError, RecordError, Stopped, refuse_exit
+from paceline.explanation import explain, note_record
 from paceline.status import Status
 from paceline.training.build import Run
 from paceline.training.capture.captured import CapturedStep, capture
@@ -58,10 +58,12 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | Stopped)
             status = Status.DIVERGED if isinstance(error, Diverged) else Status.INTERRUPTED if stopped else Status.FAILED
-            result = replace(progress.result, status=status, why=_why(error))
+            about = explain(error)
+            result = replace(progress.result, status=status, why=about.why, where=about.where, traceback=about.traceback)
             for observer in observers:
                 with suppress(PacelineError):  # a full disk must not hide what happened
                     observer.end(result, None)
+                    note_record(error, run.contract.record)
             if isinstance(error, Stopped | Diverged):  # on all workers at once; the first to exit ends the others
                 with suppress(RuntimeError):
                     run.world.barrier()  # so wait until rank 0 has closed its record
@@ -98,13 +100,6 @@ def model_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _why(error: BaseException) -> str:
-    """What the result says about an error: our own text, else one line. The text of a loader's error is a whole traceback."""
-    if isinstance(error, PacelineError):
-        return str(error)
-    return headline(error) if str(error) else type(error).__name__
-
-
 class _Fit:
     """One run of the loop: what its methods share."""
 
@@ -130,7 +125,9 @@ class _Fit:
         # Only this frame refers to the graphs: NCCL does not end while a graph lives that holds some of its work.
         captured = capture(run, self.step, progress.step, self._say)
         executor = with_local_steps(self.step, captured, run.local_from, run.config.local_steps, self._say)
-        validation = Validation(run, self.step, captured)
+        validation = Validation(run, self.step, captured) if run.validation is not None else None
+        if validation is not None:
+            validation.check_target()
         averaged = Averaged(run, self.step) if run.update.ema is not None else None
         if run.config.profile:
             self.profile = Profile(run, self.clock, progress.step, isinstance(captured, CapturedStep))
@@ -180,8 +177,8 @@ class _Fit:
         progress.epoch_time_s = time.perf_counter() - begin
         self._look(epoch, int(bounds[progress.step - first]), begin)
 
-    def _validate(self, epoch: int, validation: Validation, averaged: Averaged | None) -> bool:
-        """Validate after an epoch, and tell the observers. Whether the run is over."""
+    def _validate(self, epoch: int, validation: Validation | None, averaged: Averaged | None) -> bool:
+        """Validate after an epoch, if the task has data for it, and tell the observers. Whether the run is over."""
         run, progress, config = self.run, self.progress, self.run.config
         self.step.checks.end_epoch()
         samples = int(run.sampler.step_bounds[progress.step - epoch * run.sampler.steps])
@@ -191,10 +188,9 @@ class _Fit:
         check_agreement({**run.model.state_dict(), **run.kept()}, run.world, f"after epoch {epoch + 1}")
         if averaged is not None:
             averaged.put_in(epoch)
-        metrics = validation(epoch)
-        self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss", self._most_loss())
-        if config.target_accuracy and "accuracy" not in metrics:
-            raise UsageError(f"--target-accuracy: this task reports {', '.join(metrics)}, but no accuracy")
+        metrics = {} if validation is None else validation(epoch)
+        if validation is not None:
+            self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss", self._most_loss())
         row = {
             "epoch": epoch + 1,
             "step": progress.step,

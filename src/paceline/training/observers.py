@@ -13,6 +13,7 @@ from torch import nn
 from paceline.config import Config
 from paceline.contract import Contract
 from paceline.errors import PacelineError, RecordError, UsageError
+from paceline.explanation import explain
 from paceline.output import try_say, warn
 from paceline.records import Record, environment
 from paceline.status import Status
@@ -30,13 +31,18 @@ class Result:
     status: str
     """A `Status`: done, target reached, diverged, interrupted or failed."""
     why: str = ""
+    """One line; "" if the run is done."""
+    where: str = ""
+    """The frame of the user's own code that led to a failure: file, line and function, then the code on a second line."""
+    traceback: str = ""
+    """The whole traceback of a failure."""
     epochs: int = 0
     steps: int = 0
     train_time_s: float = 0.0
     samples_per_s: float = 0.0
     """Of the last epoch, over all workers."""
     metrics: Mapping[str, float]
-    """Of the last validation."""
+    """Of the last validation; empty for a task without validation data."""
     model_sha256: str = ""
     record: str = ""
 
@@ -156,7 +162,8 @@ class Recorder:
             if model is not None:
                 self._save(model)
         except BaseException as error:
-            result = replace(result, status=Status.FAILED, why=str(error) or type(error).__name__)
+            about = explain(error)
+            result = replace(result, status=Status.FAILED, why=about.why, where=about.where, traceback=about.traceback)
             raise
         finally:
             self._record.finish(asdict(result))
@@ -230,20 +237,22 @@ class Printer:
             f"Cumulative Time = {row['time_s']:.3f}",
             f"Epoch Time = {row['epoch_time_s']:.3f}",
             f"{unit}/sec = {row['samples_per_s']:.1f}",
-            f"Validation Loss = {row['val_loss']:.4f}",
         ]
-        others = [name for name in row if name.startswith("val_") and name != "val_loss"]
+        others = [name for name in row if name.startswith("val_")]
         words += [f"Validation {name[4:].replace('_', ' ').title()} = {row[name]:.4f}" for name in others]
         if "noise_scale" in row:
             words.append(f"Noise Scale = {row['noise_scale']:.0f}")
         self._line(", ".join(words))
 
     def health(self, row: Row) -> None:
-        """Print the first look, without its problems; later only problems that two looks in a row found and that are new."""
+        """Print the first look; later only problems that two looks in a row found and that are new.
+
+        Of the first look's problems only busy cores: its first steps are not like the rest.
+        """
         found, last, first = judge(row), self._last, self._reported is None
         self._last, self._reported = found, self._reported or ()
         if first or (found == last and found != self._reported):
-            self._reported = () if first else found
+            self._reported = tuple(trouble for trouble in found if trouble == "cores") if first else found
             self._line(f"health: {describe(row, self._unit, self._reported)}")
 
     def timeline(self, timeline: Row) -> None:
@@ -257,7 +266,8 @@ class Printer:
             self._line(f"{result.status} after {result.steps} steps; the record so far is in {result.record}")
             return
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
-        self._line(f"{result.status}: {metrics} after {result.epochs} epochs, {result.train_time_s:.1f} s of training")
+        reached = f": {metrics}" if metrics else " without validation"
+        self._line(f"{result.status}{reached} after {result.epochs} epochs, {result.train_time_s:.1f} s of training")
         agree = f", all {self._workers} workers agree" if self._workers > 1 else ""
         self._line(f"model {result.model_sha256[:16]}{agree}; record in {result.record}")
 

@@ -12,12 +12,13 @@ from typing import Any
 from paceline.config import Config, make_config, merge_options, names_with
 from paceline.core.deal import check_parts
 from paceline.core.sampler import check_divides
-from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, launch
+from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, WorkerFailed, launch
 from paceline.dist.messages import send_record_path
 from paceline.dist.place import Place, check_workers, read_place
 from paceline.dist.watch import Watch
 from paceline.dist.world import World, world
 from paceline.errors import PacelineError, RecordError, Stopped, UsageError
+from paceline.explanation import Explanation
 from paceline.flags import to_flags
 from paceline.loading import load_rest
 from paceline.options import Role
@@ -34,14 +35,6 @@ from paceline.training.task import Task
 
 _AFTER_WATCH_S = 10.0
 """How much later than the watch the backend gives up on a silent worker: the watch can say which worker hangs, and where."""
-
-
-class WorkerFailed(PacelineError):
-    """A worker started by this process failed. The text comes from the worker that failed first."""
-
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,14 +235,14 @@ def _train_in_workers(task: str | Task, options: Mapping[str, Any], config: Conf
     outcome = launch(["train", task, *to_flags(options)], config)
     if outcome.exit_code == 0:
         if outcome.record is None and config.node_id == 0:
-            raise WorkerFailed("the workers ended before the run began", 1)
+            raise WorkerFailed(Explanation("the workers ended before the run began"), 1)
         return Result.read(read_result(outcome.record)) if outcome.record else Result(status=Status.DONE, metrics={})
     if config.node_id == 0:  # rank 0 wrote the record on this node
         with suppress(OSError, ValueError):  # a full disk must not hide what happened
             _close_record(outcome)
     if outcome.failure is None:
         raise _stopped(outcome)
-    raise WorkerFailed(outcome.failure.text, outcome.exit_code)
+    raise WorkerFailed(outcome.failure.explain(outcome.record), outcome.exit_code)
 
 
 def _stopped(outcome: Outcome) -> Stopped:
@@ -267,12 +260,10 @@ def _close_record(outcome: Outcome) -> None:
     refused = outcome.failure is not None and outcome.failure.text.startswith(REFUSED)
     if outcome.record is not None and not refused:
         stopped = outcome.exit_code in (INTERRUPTED, STOPPED)
-        why = (
-            outcome.failure.text.partition("\nTraceback ")[0]
-            if outcome.failure is not None
-            else "stopped before a checkpoint could be written"
-        )
-        close_cut_short(outcome.record, Status.INTERRUPTED if stopped else Status.FAILED, why)
+        late = Explanation("stopped before a checkpoint could be written")
+        about = outcome.failure.explain() if outcome.failure is not None else late
+        status = Status.INTERRUPTED if stopped else Status.FAILED
+        close_cut_short(outcome.record, status, about.why, about.where, about.traceback)
 
 
 def _make_observers(config: Config, task: Task, task_name: str, record: Record, here: World) -> list[Observer]:

@@ -124,5 +124,8 @@ class TrainStep:
         """With SAM, move the weights uphill; batch norm leaves its running statistics alone in the returned context."""
         if self._sam is None:
             return nullcontext()
-        self._sam.climb(self.forward.values(self.forward.make(given), item)["loss"].mean())
+        values = self.forward.values(self.forward.make(given), item)
+        if self.checks.left:
+            self.forward.name_metrics(values, len(item.samples))
+        self._sam.climb(values["loss"].mean())
         return self.parts.statistics.aside()

@@ -143,6 +143,7 @@ class TaskChecks:
         self._parts.statistics.use(item)
         for name, buffer in model.named_buffers():
             buffer.copy_(kept[name])
+        self._forward.name_metrics(values, len(single.samples))
         return values["loss"]
 
 

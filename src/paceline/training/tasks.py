@@ -6,11 +6,10 @@ import importlib.util
 import os
 import sys
 import sysconfig
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,9 +18,11 @@ from paceline import models
 from paceline.config import Config, check_options, flag, make_config, names_with
 from paceline.data import fashion_mnist
 from paceline.data.augment import Images
+from paceline.data.conversion import name_type
 from paceline.data.loaders import Arrays
 from paceline.data.verb import DownloadProgress
 from paceline.errors import PacelineError, UsageError, unknown
+from paceline.explanation import headline
 from paceline.optim import check_optimizer
 from paceline.options import Role
 from paceline.settings import Settings, fit_settings
@@ -49,30 +50,32 @@ def resolve(task: str | Task, options: Mapping[str, Any]) -> tuple[Task, Config]
         config = make_config(_BUILT_IN[task], options)
         _refuse_settings(task, vars(config))
         return _images(task, config), config
-    if isinstance(task, Task):
-        _refuse_settings(task, options)
-        return task, configure(task, options)
+    if not isinstance(task, str):
+        made = _check_task(task, "paceline.train got", "give")
+        _refuse_settings(made, options)
+        return made, configure(made, options)
     made, settings = _call(task, check_options({"set": options.get("set")})["set"])
     return made, configure(made, {**options, "set": settings} if settings else options)
 
 
 def configure(task: Task, options: Mapping[str, Any]) -> Config:
     """The configuration of a user's own task."""
-    for key in task.defaults:
-        if key in names_with(Role.PLACE):
-            raise UsageError(f"task {task.name}: {key!r} says where a run happens: it cannot be one of the task's defaults")
-    if "set" in task.defaults:
-        raise UsageError(
-            f"task {task.name}: 'set' cannot be one of the task's defaults: give the parameters of task() defaults"
-        )
-    config = make_config(task.defaults, options)
+    config = make_config(cast(Mapping[str, Any], task.defaults), options)
     for key in options:  # a record's config.toml has all options, most of them with their defaults
         if key in names_with(Role.IMAGES) and getattr(config, key) != getattr(Config, key):
             raise UsageError(f"{flag(key)} is for built-in image tasks; {task.name} prepares its own data and loss")
     if task.model is not None and config.model:
         raise UsageError(f"--model {config.model}: task {task.name} has its own model")
     if task.model is None and task.classes < 1:
-        raise UsageError(f"task {task.name} has neither a model nor classes: --model needs the number of classes")
+        raise UsageError(
+            f"task {task.name} has neither a model nor classes: give model=lambda: Net(...), or classes=N for"
+            " --model to build one"
+        )
+    if task.validation is None and config.target_accuracy:
+        raise UsageError(
+            f"--target-accuracy {config.target_accuracy:g}: task {task.name} has no validation data, so no accuracy is"
+            " measured; give it validation=..., or leave --target-accuracy out"
+        )
     return config
 
 
@@ -139,18 +142,23 @@ def _call(name: str, given: Settings) -> tuple[Task, Settings]:
         make = getattr(_import(source), function, None)
         if make is None:
             raise UsageError(f"{source} has no function {function}(): a task file defines task() -> paceline.Task")
+        if isinstance(make, Task):
+            _refuse_settings(make, {"set": given})
+            return make, given
         settings = fit_settings(make, f"{function}() in {source}", given)
         task = make(**settings)
     except PacelineError:
         raise
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        place = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
-        at = f" (line {place[-1].lineno} of {Path(place[-1].filename).name})" if place else ""
-        raise UsageError(f"task {name} raised {type(error).__name__}: {' '.join(str(error).split())}{at}") from error
-    if not isinstance(task, Task):
-        raise UsageError(f"{function}() in {source} returned {type(task).__name__}: it must return a paceline.Task")
-    return task, settings
+        raise UsageError(f"task {name} raised {headline(error)}") from error  # explain() finds the user's line in the cause
+    return _check_task(task, f"{function}() in {source} returned", "it must return"), settings
+
+
+def _check_task(task: Any, found: str, rule: str) -> Task:
+    if isinstance(task, Task):
+        return task
+    hint = "; is a `return` missing?" if task is None else ""
+    raise UsageError(f"{found} {name_type(task)}: {rule} a paceline.Task{hint}")
 
 
 def _make_importable(folder: str) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from paceline.config import Config
 from paceline.contract import Contract
-from paceline.core.deal import check_parts
+from paceline.core.deal import check_parts, count_micros
 from paceline.core.sampler import Sampler
 from paceline.core.schedules import Schedule, make_schedule
 from paceline.dist.world import World, describe_devices
@@ -58,7 +58,7 @@ def make_contract(config: Config, world: World, sampler: Sampler, schedule: Sche
         base_lr=config.base_lr,
         global_batch=sampler.global_batch,
         part_batch=sampler.global_batch // sampler.parts,
-        accumulate=config.accumulate,
+        accumulate=count_micros(config.accumulate, sampler.global_batch // sampler.parts),
         k=sampler.global_batch / config.reference_batch,
         lr_rule=config.lr_rule,
         peak_lr=schedule.peak_lr,

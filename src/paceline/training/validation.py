@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from paceline.core.exact_mean import Chunks, check_names, mean_over_workers
 from paceline.core.keys import key, seed_all
 from paceline.data.loaders import Inputs
+from paceline.errors import UsageError
 from paceline.training.build import Run
 from paceline.training.capture.captured import CapturedStep
 from paceline.training.capture.graph import Graph, compiler, find_obstacle
@@ -31,9 +32,10 @@ class Validation:
 
     def __init__(self, run: Run, step: TrainStep, executor: Executor) -> None:
         """Captured as a CUDA graph if the run's steps are, and compiled if they are."""
+        assert run.validation is not None
         self._run, self._step, self._loader = run, step, run.validation
-        size = run.config.eval_batch or (1000 if run.world.device.type == "cuda" else 250)
-        self._chunks = Chunks(run.validation_samples, size, run.world)
+        self._size = run.config.eval_batch or (1000 if run.world.device.type == "cuda" else 250)
+        self._chunks = Chunks(run.validation_samples, self._size, run.world)
         self._names: tuple[str, ...] = ()
         """The objective's metrics in validation, loss first; training may report others."""
         self._graph: Graph | None = None
@@ -60,12 +62,31 @@ class Validation:
         step.mark("reduce")
         return mean_over_workers(chunks, self._names, rows)
 
+    @torch.no_grad()
+    def check_target(self) -> None:
+        """Raise a UsageError if `--target-accuracy` cannot be measured: before training, not after an epoch of it.
+
+        Every worker looks at the first chunk, so that all have the same error.
+        """
+        if not self._run.config.target_accuracy:
+            return
+        chunk = np.arange(min(self._size, self._run.validation_samples))
+        model = self._run.model.eval()
+        for inputs in self._loader.inputs([chunk], None):
+            self._rows([inputs], len(chunk))
+        model.train()
+        if "accuracy" not in self._names:
+            raise UsageError(
+                f"--target-accuracy: in validation this task's objective reports {', '.join(self._names)}, but no 'accuracy';"
+                " add it to the dict that the objective returns, or leave --target-accuracy out"
+            )
+
     def _rows(self, given: list[Inputs], count: int) -> Tensor:
         """One row per metric, one column per sample."""
         forward = self._run.forward
         with forward.autocast():
             values = forward.objective(forward.model, self._loader.make(given[0]))
-        names = check_values(values, count)
+        names = check_values(values, count, self._run.world.device)
         if not self._names:
             self._names = names
         check_names(names, self._names)

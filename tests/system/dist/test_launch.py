@@ -87,7 +87,7 @@ def test_a_worker_that_keeps_failing_is_left_out(attempts, capsys):
         "the new worker 1 is not the old one; it ends where too few are left"
     )
     first = failed(rank=1)
-    text = f"{first.failure.text}\nnot restarted: 1 device left, fewer than --min-workers 2"
+    text = f"{first.failure.text}; not restarted: 1 device left, fewer than --min-workers 2"
     assert outcome == replace(first, failure=replace(first.failure, text=text))
     assert started[-1][0] == ["train", "--workers=2", "--virtual-workers=3"]
     why = "worker 1's device failed twice and is no longer used"

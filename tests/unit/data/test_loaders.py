@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from paceline.data.augment import Images
 from paceline.data.loaders import Arrays, Resident, Streaming, make_loader, tensors_in
+from paceline.errors import UsageError
 
 CPU = torch.device("cpu")
 
@@ -168,5 +169,5 @@ def test_arrays():
     first = data.first(4)
     assert (len(first), first.about) == (4, "noise")
     assert len(data.first(100)) == 10
-    with pytest.raises(ValueError, match=r"must have the same length, not \[2, 3\]"):
+    with pytest.raises(UsageError, match="have 2, 3 samples: they must have the same length"):
         Arrays((torch.zeros(2), torch.zeros(3)))

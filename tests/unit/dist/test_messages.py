@@ -11,8 +11,9 @@ from paceline.dist.launch import start_as_worker
 from paceline.dist.messages import (
     Failure,
     ask_to_stop,
+    claim_first,
+    failed_first,
     first_failure,
-    headline,
     is_lost_contact,
     read_failures,
     read_record_path,
@@ -24,7 +25,7 @@ from paceline.dist.messages import (
     send_record_path,
     send_started,
 )
-from paceline.errors import Diverged, UsageError
+from paceline.errors import Diverged, Stopped, UsageError
 
 
 class DistBackendError(RuntimeError):
@@ -95,7 +96,7 @@ def test_exit_code_0_before_the_end_comes_before_lost_contact():
     assert found.text.startswith("worker 1 ended with exit code 0 before the run was done: does the task call sys.exit")
 
 
-def test_an_error_of_a_loader_process_has_a_short_headline(folder):
+def test_an_error_of_a_loader_process_is_one_line_with_its_frame(folder):
     """The text of torch's error is the traceback of that process."""
     try:
         raise KeyError("no such sample")
@@ -103,17 +104,13 @@ def test_an_error_of_a_loader_process_has_a_short_headline(folder):
         wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
     with pytest.raises(KeyError) as caught:
         wrapped.reraise()
-    assert headline(caught.value) == "KeyError: 'no such sample'"
     send_failure(1, caught.value)
     (found,) = read_failures(folder)
-    assert found.text.startswith("worker 1 failed first: KeyError: 'no such sample'\nTraceback")
-    assert "test_an_error_of_a_loader_process" in found.text, "the process's own traceback is still there"
-
-
-def test_a_headline_is_cut():
-    assert headline(ValueError("one\n  two")) == "ValueError: one two"
-    assert len(headline(ValueError(1000 * "x"))) == 200
-    assert headline(ValueError(1000 * "x")).endswith("x...")
+    assert found.text == "worker 1 failed first: KeyError: 'no such sample'"
+    assert found.where.endswith(
+        'in test_an_error_of_a_loader_process_is_one_line_with_its_frame\n    raise KeyError("no such sample")'
+    )
+    assert "in DataLoader worker process 0" in found.traceback, "the process's own traceback is still there"
 
 
 def test_workers_that_are_not_done_are_known(folder, monkeypatch):
@@ -151,7 +148,7 @@ def test_a_failure_comes_back_as_it_was_sent(folder):
     assert second.when <= first.when
 
 
-def test_a_bug_is_sent_with_its_traceback(folder):
+def test_an_error_is_sent_with_its_frame_and_its_traceback(folder):
     def buggy() -> None:
         raise LookupError("a bug")
 
@@ -159,10 +156,12 @@ def test_a_bug_is_sent_with_its_traceback(folder):
         buggy()
     assert send_failure(1, caught.value)
     (found,) = read_failures(folder)
-    assert found.text.startswith("worker 1 failed first: LookupError: a bug\nTraceback")
-    assert "in buggy" in found.text
-    assert found.text.endswith("LookupError: a bug")
-    assert found.exit_code == 1
+    assert (found.text, found.exit_code) == ("worker 1 failed first: LookupError: a bug", 1)
+    assert found.where.endswith(', in buggy\n    raise LookupError("a bug")')
+    assert found.traceback.startswith("Traceback")
+    assert found.traceback.endswith("LookupError: a bug")
+    assert not found.unexplained
+    assert found.explain(folder).describe().splitlines()[-1] == f"(the whole traceback: --traceback, or {folder}/result.json)"
 
 
 def test_lost_contact_is_marked(folder):
@@ -170,6 +169,49 @@ def test_lost_contact_is_marked(folder):
     (found,) = read_failures(folder)
     assert found.lost_contact
     assert found.text.startswith("worker 0 lost contact with another worker: RuntimeError: ")
+    assert "\n" not in found.explain().describe()
+
+
+def test_an_error_without_a_line_of_the_users_is_shown_with_its_traceback(folder):
+    send_failure(1, ValueError("no traceback, so nobody's"))
+    (found,) = read_failures(folder)
+    assert found.unexplained
+    assert found.explain().describe().splitlines()[1:-1] == ["ValueError: no traceback, so nobody's"]
+
+
+class Counter:
+    """Stands in for the store that torchrun's workers share."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, key: str, amount: int) -> int:
+        self.count += amount
+        return self.count
+
+
+class Gone:
+    """... when the worker that hosted it has ended."""
+
+    def add(self, key: str, amount: int) -> int:
+        raise DistNetworkError("failed to recv, got 0 bytes")
+
+
+def test_only_the_first_error_of_a_world_is_the_first():
+    store, errors = Counter(), [ValueError("1"), UsageError("2")]
+    for error in (LOST, KeyboardInterrupt(), Stopped("asked to", "SIGTERM")):
+        claim_first(store, error)  # not a worker's own error: that one may come later
+        assert failed_first(error) is None
+    for error in errors:
+        assert failed_first(error) is None
+        claim_first(store, error)
+    assert [failed_first(error) for error in errors] == [True, False]
+
+
+def test_without_a_store_an_error_is_printed_rather_than_lost():
+    error = ValueError("x")
+    claim_first(Gone(), error)
+    assert failed_first(error)
 
 
 def test_without_a_launcher_no_message_is_sent(monkeypatch, tmp_path):

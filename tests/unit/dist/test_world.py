@@ -1,7 +1,8 @@
-"""Which network interface a worker's backends use."""
+"""Which network interface a worker's backends use, and the hook that prints tracebacks."""
 
 import os
 import socket
+import sys
 from types import SimpleNamespace
 
 import psutil
@@ -56,3 +57,12 @@ def test_on_several_nodes_nccl_chooses_by_itself(unset, monkeypatch):
     monkeypatch.setattr(module, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "192.0.2.1"})
     _choose_interface(Place(size=2, local_size=1, nodes=2))
     assert [os.environ.get(name) for name in NAMES] == ["eth0", None]
+
+
+def test_a_world_of_one_leaves_tracebacks_as_python_prints_them():
+    """torch's own hook would put [rank0]: before each line, once more for every world that the program joins."""
+    hook = sys.excepthook
+    for _ in range(2):
+        with module.world("gloo"):
+            assert sys.excepthook is hook
+        assert sys.excepthook is hook

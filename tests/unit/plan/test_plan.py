@@ -82,10 +82,24 @@ def test_a_count_beyond_the_training_set_has_a_speed_and_no_time(make_scale: Mak
     assert "time_s" in plan.rows[0]
     assert not {"time_s", "steps", "cost"} & {*plan.rows[1], *plan.rows[2]}
     assert plan.rows[2]["samples_per_s"] > plan.rows[0]["samples_per_s"]
-    assert table(plan).splitlines()[2].split()[-4:] == ["-"] * 4
+    assert table(plan).splitlines()[3].split()[-4:] == ["-"] * 4
     assert "No time is predicted for 64 workers and more: a step would need more than the 6,000 training images." in conclude(
         plan
     )
+
+
+def test_a_narrow_terminal_has_several_tables_and_cuts_no_number(make_scale: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(Request(record=str(make_scale()), cluster="aws-p5"))
+    wide = table(plan).splitlines()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("paceline.plan.words.is_terminal", lambda stream: True)
+    monkeypatch.setattr("paceline.output.is_terminal", lambda stream: True)
+    narrow = table(plan).split("\n\n")
+    assert len(narrow) > 1
+    assert all(len(line) <= 80 for each in narrow for line in each.splitlines())
+    assert {len(each.splitlines()) for each in narrow} == {len(wide)}, "no cell is wrapped"
+    assert all(each.split()[0] == "workers" for each in narrow)
+    assert [word for each in narrow for word in each.splitlines()[0].split()].count("cost") == 1
 
 
 def test_strong_scaling_ends_with_the_samples_of_its_batch(make_scale: Make) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from harness.training import blobs, train_in
 from paceline.config import make_config
 from paceline.dist.world import world
+from paceline.errors import UsageError
 from paceline.training import tasks
 from paceline.training.build import build, suits_channels_last
 
@@ -110,3 +111,21 @@ def test_a_compiled_model_is_taken_as_it_was_before(tmp_path: Path) -> None:
             assert list(run.model.state_dict()) == list(expected.model.state_dict())
             assert any("--fast decides what to compile" in note for note in run.notes)
             assert not expected.notes
+
+
+@pytest.mark.parametrize(("asked", "used"), [(1, 1), (6, 6), (7, 6), (64, 6)])
+def test_more_micro_batches_than_a_part_has_pairs_of_samples(asked: int, used: int) -> None:
+    with world() as here:
+        run = build(blobs(), make_config(blobs().defaults, {"accumulate": asked}), here)
+    assert run.contract.accumulate == used == len(run.steps(0, range(1))[0].passes)
+    said = f"--accumulate is {asked}, but a part has 12 samples and a micro-batch needs two: --accumulate 6 is used"
+    assert run.notes == ((said,) if asked > used else ())
+
+
+def test_a_built_in_net_needs_images() -> None:
+    task = replace(blobs(), model=None, classes=3, train=[{"x": 3}] * 24)
+    with (
+        world() as here,
+        pytest.raises(UsageError, match="--model builds nets for images as tensors; task blobs has samples"),
+    ):
+        build(task, make_config(task.defaults, {"loader_workers": 0}), here)

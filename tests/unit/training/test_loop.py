@@ -81,8 +81,11 @@ def test_limits() -> None:
 
 
 def test_patience_counts_epochs_in_a_row() -> None:
-    """Accuracy by script: over the target in epochs 1, 3 and 4. Two in a row are reached after the fourth."""
-    script = iter([0.9, 0.1, 0.9, 0.9, 0.9, 0.9])
+    """Accuracy by script: over the target in epochs 1, 3 and 4. Two in a row are reached after the fourth.
+
+    The first value is for the look before training: does the objective report an accuracy at all?
+    """
+    script = iter([0.0, 0.9, 0.1, 0.9, 0.9, 0.9, 0.9])
 
     def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
         values = classify()(model, batch[:2])
@@ -183,9 +186,12 @@ def test_objectives_that_break_their_promise() -> None:
     def no_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
         return {"accuracy": classify()(model, batch[:2])["accuracy"]}
 
-    with pytest.raises(UsageError, match=r"'loss' as \(\): it must hold one value per sample, shape \(12,\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"'loss' as a tensor of shape \(\): it must hold .* shape \(12,\); use reduction",
+    ):
         alone(blobs(objective=mean_loss))
-    with pytest.raises(UsageError, match="must return a dict with 'loss'"):
+    with pytest.raises(UsageError, match="a dict with 'accuracy': it must have 'loss'"):
         alone(blobs(objective=no_loss))
 
 
@@ -206,14 +212,6 @@ def test_the_objective_sees_the_model_itself() -> None:
 
     alone(blobs(objective=objective), epochs=1)
     assert names == {("0.weight", "0.bias", "3.weight", "3.bias")}
-
-
-def test_an_accuracy_to_reach_where_there_is_none() -> None:
-    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        return {"loss": classify()(model, batch[:2])["loss"]}
-
-    with pytest.raises(UsageError, match="this task reports loss, but no accuracy"):
-        alone(blobs(objective=objective), target_accuracy=0.5)
 
 
 def test_too_few_samples_and_empty_data() -> None:
@@ -373,7 +371,7 @@ class LoaderError(ValueError):
 @pytest.mark.parametrize(
     ("error", "why"),
     [
-        (LoaderError(), "LoaderError: ValueError: bad"),
+        (LoaderError(), "ValueError: bad"),
         (BrokenPipeError(32, "Broken pipe"), "BrokenPipeError: [Errno 32] Broken pipe"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (PacelineError("one\ntwo"), "one\ntwo"),

@@ -153,10 +153,18 @@ def test_a_damaged_result_is_said_once(runs: Path, capsys: Any) -> None:
     assert capsys.readouterr().out.count("has no readable result.json") == 1
 
 
-def test_a_record_that_the_launcher_closes_says_why_without_the_traceback(tmp_path: Path) -> None:
-    failure = Failure(1, 0.0, 1, "worker 1 failed first: ValueError: bad\nTraceback (most recent call last):\nValueError: bad")
+def test_a_record_that_the_launcher_closes_has_the_failure_of_the_worker(tmp_path: Path) -> None:
+    why, where, text = "worker 1 failed first: ValueError: bad", "my_task.py, line 1", "Traceback ...\nValueError: bad"
+    failure = Failure(1, 0.0, 1, why, where=where, traceback=text)
     run._close_record(Outcome(exit_code=1, failure=failure, record=tmp_path))
-    assert read_result(tmp_path) == {"status": "failed", "why": "worker 1 failed first: ValueError: bad"}
+    assert read_result(tmp_path) == {"status": "failed", "why": why, "where": where, "traceback": text}
+
+
+def test_a_failed_worker_is_an_exception_with_the_users_line() -> None:
+    failure = Failure(1, 0.0, 1, "worker 1 failed first: ValueError: bad", where="my_task.py, line 1\n    x", traceback="all")
+    error = run.WorkerFailed(failure.explain(), 1)
+    assert str(error).startswith("worker 1 failed first: ValueError: bad\n  my_task.py, line 1\n      x\n")
+    assert error.explanation.traceback == "all"
 
 
 def test_a_tracker_that_fails_after_the_record_is_finished_is_said(runs: Path, capsys: Any, monkeypatch: Any) -> None:

@@ -59,7 +59,7 @@ function epochs({ epochs, total_epochs: total }) {
   return isNumber(total) && total > epochs ? `${commas(epochs)} of ${commas(total)}` : commas(epochs);
 }
 
-/** The last validation; of a group there is none. */
+/** The last validation of a run. A group has no value for it. */
 function last(summary) {
   return summary.isGroup ? null : either(summary.accuracy, summary.loss);
 }

@@ -226,6 +226,8 @@ class Split:
     compute_spread_s: float
     """Standard deviation of a worker's compute over its steps, mean over workers."""
     memory_bytes: np.ndarray
+    core_wait: np.ndarray
+    """The given `core_wait` of each worker."""
     steps: int
 
     def means(self) -> dict[str, float]:
@@ -241,8 +243,11 @@ class Split:
         return rank, float(np.median(np.delete(waiting, rank)) - waiting[rank])
 
 
-def split_steps(timed: Sequence[Timed], world: World) -> Split:
-    """Each worker's timed steps by component. Collective: call on every rank, with the same steps."""
+def split_steps(timed: Sequence[Timed], world: World, core_wait: float = 0.0) -> Split:
+    """Each worker's timed steps by component. Collective: call on every rank, with the same steps.
+
+    `core_wait`: the share of this worker's time that its threads waited for a core.
+    """
     rows = np.array([_own_components(step) for step in timed], dtype=np.float64)
     own = dict(zip(("input", "forward", "backward", "exposed", "optimizer", "other", "ready"), rows.T, strict=True))
     latest = own["ready"]
@@ -254,7 +259,7 @@ def split_steps(timed: Sequence[Timed], world: World) -> Split:
     compute = own["forward"] + own["backward"]
     components = [own["input"], compute, own["exposed"] - waiting, waiting, own["optimizer"], own["other"]]
     means = [float(component.mean()) for component in components]
-    mine = [*means, own["forward"].mean(), own["backward"].mean(), compute.std(), _memory_bytes(world)]
+    mine = [*means, own["forward"].mean(), own["backward"].mean(), compute.std(), _memory_bytes(world), core_wait]
     table = torch.zeros(world.size, len(mine), dtype=torch.float64, device=world.device)
     table[world.rank] = torch.tensor(mine, dtype=torch.float64, device=world.device)
     if world.size > 1:
@@ -267,6 +272,7 @@ def split_steps(timed: Sequence[Timed], world: World) -> Split:
         backward_s=float(found[:, 7].mean()),
         compute_spread_s=float(found[:, 8].mean()),
         memory_bytes=found[:, 9],
+        core_wait=found[:, 10],
         steps=len(timed),
     )
 

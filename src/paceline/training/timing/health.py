@@ -1,4 +1,5 @@
-"""The health of a run while it trains: images/s, where a step's time goes, which worker the others wait for, memory.
+"""The health of a run while it trains: images/s, where a step's time goes, which worker the others wait for, memory, and
+whether other programs take its cores.
 
 Workers combine the times of their last steps after each epoch, and in long epochs every few seconds, at a step where they
 compare weights anyway: two small collectives. On a CPU every step is timed; on a GPU only the step before a look.
@@ -9,14 +10,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.dist.process import core_times, has_wait_policy
 from paceline.training.build import Run
 from paceline.training.timing.clock import Clock, Timed, fill_up, split_steps
 
 LOOK_S = 5.0
 """About this many seconds pass between two looks."""
 
-INPUT_BOUND, LAGS, COMMUNICATES = 0.2, 0.2, 0.3
-"""From these shares of a step on, a run counts as input-bound, held up by one worker, or bound by communication."""
+INPUT_BOUND, LAGS, COMMUNICATES, SHARES_CORES = 0.2, 0.2, 0.3, 0.25
+"""From these shares of a step on, a run counts as input-bound, held up by one worker, or bound by communication. The last is a
+share of a worker's time: that its threads wait for a core."""
 
 
 class Health:
@@ -33,6 +36,7 @@ class Health:
     def start(self, samples: int) -> None:
         """Start a new interval, `samples` samples into the epoch."""
         self._since, self._samples, self._steps = time.perf_counter(), samples, 0
+        self._core_times = core_times()
 
     def before(self, step: int) -> None:
         """A step is about to begin. On a GPU it is timed if a look follows it, or if it is the epoch's last full step."""
@@ -51,7 +55,8 @@ class Health:
         if not timed or not self._steps:
             return None
         elapsed_s = time.perf_counter() - self._since
-        found = split_steps(timed, self._run.world)
+        ran_s, waited_s = (now - then for now, then in zip(core_times(), self._core_times, strict=True))
+        found = split_steps(timed, self._run.world, max(0.0, waited_s) / max(ran_s + waited_s, 1e-9))
         step_s = elapsed_s / self._steps
         slowest, lag_s = found.slowest()
         row = {
@@ -61,6 +66,8 @@ class Health:
             "slowest": slowest,
             "lag_s": lag_s,
             "uneven": bool(self._run.sampler.parts % self._run.world.size),
+            "core_wait": float(found.core_wait.max()),
+            "core_wait_rank": int(found.core_wait.argmax()),
             "memory_bytes": int(found.memory_bytes.max()),
             "gradient_bytes": self._gradient_bytes,
         }
@@ -69,12 +76,14 @@ class Health:
 
 
 def judge(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What holds a run up, if anything: "input", "straggler RANK", "communication"."""
+    """What holds a run up, if anything: "input", "straggler RANK", "communication", "cores"."""
     shares = {name: value / row["step_s"] for name, value in row["components_s"].items()}
     found: tuple[str, ...] = ("input",) if shares["input"] >= INPUT_BOUND else ()
     if row["slowest"] is not None and row["lag_s"] / row["step_s"] >= LAGS:
         found += (f"straggler {row['slowest']}",)
-    return (*found, "communication") if shares["communication"] >= COMMUNICATES else found
+    if shares["communication"] >= COMMUNICATES:
+        found += ("communication",)
+    return (*found, "cores") if row["core_wait"] >= SHARES_CORES else found
 
 
 def describe(row: Mapping[str, Any], unit: str, troubles: Sequence[str] = ()) -> str:
@@ -90,4 +99,14 @@ def describe(row: Mapping[str, Any], unit: str, troubles: Sequence[str] = ()) ->
         text += f"; worker {row['slowest']} is slowest, {1e3 * row['lag_s']:.1f} ms behind: {why}"
     if "communication" in troubles:
         text += "; communication-bound: larger parts (--global-batch), or a faster link"
+    if "cores" in troubles:
+        text += f"; {_explain_core_wait(row)}"
     return f"{text}; {row['memory_bytes'] / 2**20:,.0f} MiB per worker"
+
+
+def _explain_core_wait(row: Mapping[str, Any]) -> str:
+    """Other programs, or too many threads or workers of this run, compete for the cores."""
+    text = f"worker {row['core_wait_rank']} waits for a core {row['core_wait']:.0%} of its time: other programs use its cores"
+    if has_wait_policy():
+        return f"{text}; end them, or train with fewer --workers or a smaller OMP_NUM_THREADS"
+    return f"{text}; set OMP_WAIT_POLICY=passive before Python starts, so that idle threads do not keep out busy ones"

@@ -14,10 +14,11 @@ from paceline.training.timing.health import describe, judge
 PARTS = {"input": 0.0, "compute": 8.0, "communication": 0.5, "waiting": 0.5, "optimizer": 0.5, "other": 0.5}
 
 
-def _row(slowest: int | None = None, lag_s: float = 0.0, **parts: float) -> dict[str, Any]:
+def _row(slowest: int | None = None, lag_s: float = 0.0, core_wait: float = 0.0, **parts: float) -> dict[str, Any]:
     found = {**PARTS, **parts}
     about = {"samples_per_s": 8010.4, "step_s": sum(found.values()), "memory_bytes": 400 * 2**20}
-    return {**about, "components_s": found, "slowest": slowest, "lag_s": lag_s, "uneven": False}
+    waits = {"core_wait": core_wait, "core_wait_rank": 1}
+    return {**about, **waits, "components_s": found, "slowest": slowest, "lag_s": lag_s, "uneven": False}
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,8 @@ def _row(slowest: int | None = None, lag_s: float = 0.0, **parts: float) -> dict
         (_row(slowest=1, lag_s=2.1), ("straggler 1",)),
         (_row(slowest=1, lag_s=1.9), ()),
         (_row(communication=4.5), ("communication",)),
+        (_row(core_wait=0.26), ("cores",)),
+        (_row(core_wait=0.24), ()),
         (_row(communication=8.0, input=5.0), ("input", "communication")),
     ],
 )
@@ -46,11 +49,32 @@ def test_the_line() -> None:
     assert "communication-bound" in describe(_row(communication=9.0), "images", ("communication",))
 
 
+@pytest.mark.parametrize(
+    ("policy", "advice"),
+    [("", "set OMP_WAIT_POLICY=passive before Python starts"), ("passive", "fewer --workers or a smaller OMP_NUM_THREADS")],
+)
+def test_shared_cores_are_named_with_the_fix(policy: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    if policy:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    line = describe(_row(core_wait=0.5), "images", ("cores",))
+    assert "worker 1 waits for a core 50% of its time" in line
+    assert advice in line
+
+
 def test_the_first_look_is_told_and_then_what_lasts(capsys: pytest.CaptureFixture[str]) -> None:
     printer, slow = Printer("images", terminal=False), _row(input=9.0)
     for row, told in [(_row(), 1), (slow, 0), (_row(), 0), (slow, 0), (slow, 1), (slow, 0), (_row(), 0), (_row(), 1)]:
         printer.health(row)
         assert capsys.readouterr().out.count("health: ") == told
+
+
+def test_busy_cores_are_named_at_the_first_look(capsys: pytest.CaptureFixture[str]) -> None:
+    Printer("images", terminal=False).health(_row(core_wait=0.5, input=9.0))
+    line = capsys.readouterr().out
+    assert "waits for a core 50% of its time" in line
+    assert "input-bound" not in line
 
 
 def test_one_look_is_no_proof(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,224 @@
+"""What the fields of a Task may hold, and what its factories may return. A mistake is a UsageError of one line."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from paceline.config import Config, check_options, names_with
+from paceline.data.conversion import name_type
+from paceline.data.loaders import Arrays, KeyedPrepare
+from paceline.errors import UsageError, unknown
+from paceline.options import Role
+from paceline.values import check_name, short
+
+Data = Arrays | Dataset[Any]
+Source = Callable[[], Data] | Data
+"""Data, or a function that makes it."""
+
+_MEANT = {
+    **dict.fromkeys(("data", "dataset", "train_set", "training_data"), "train"),
+    **dict.fromkeys(("val", "valid", "dev", "test", "eval", "val_data", "test_data"), "validation"),
+    **dict.fromkeys(("loss", "loss_fn", "criterion", "metrics"), "objective"),
+    **dict.fromkeys(("net", "network", "module"), "model"),
+    **dict.fromkeys(("transform", "transforms", "augment", "preprocess"), "prepare"),
+    **dict.fromkeys(("config", "options", "hparams"), "defaults"),
+}
+"""Fields by the names that other tools have for them."""
+_DATA_RULE = "give Arrays((inputs, targets)) or a map-style Dataset"
+
+
+def check_known(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise a UsageError for a field that Task does not have."""
+    names = set(known)
+    for name in given:
+        if name in names:
+            continue
+        if name in _MEANT:
+            raise UsageError(f"Task has no field {name!r}: did you mean {_MEANT[name]!r}?")
+        if name in Config.__dataclass_fields__:
+            raise UsageError(f"Task has no field {name!r}: it is an option; give it as defaults={{{name!r}: ...}}")
+        raise unknown("field of Task", name, names)
+
+
+def check_texts(name: Any, unit: Any, classes: Any) -> None:
+    """The fields that are text or a number."""
+    if not isinstance(name, str):
+        raise UsageError(f"a task's name is {name_type(name)}: it must be text, as in name='my-task'")
+    check_name("a task's name, which is used in the names of its records,", name)
+    if not isinstance(unit, str):
+        raise UsageError(f"task {name}: unit is {name_type(unit)}: it must be text, what a sample is called, as in 'images'")
+    if isinstance(classes, bool) or not isinstance(classes, int | np.integer) or classes < 0:
+        shown = name_type(classes) if not isinstance(classes, int | float) else classes
+        raise UsageError(f"task {name}: classes is {shown}: it must be the number of classes, a whole number such as 10")
+
+
+def check_model(name: str, model: Any) -> None:
+    """A function that makes the model, or None."""
+    if isinstance(model, nn.Module):
+        raise UsageError(
+            f"task {name}: model is {name_type(model)} that is already made, so --seed could not decide its first weights: give"
+            f" a function that makes it, as in model=lambda: {type(model).__name__}(...)"
+        )
+    if isinstance(model, str):
+        raise UsageError(
+            f"task {name}: model is text, {short(repr(model))}: give a function that makes it, as in model=lambda: Net(...);"
+            " for a built-in net leave it out, and give classes=N and defaults={'model': NAME}"
+        )
+    if model is not None:
+        _check_call(name, "model", model, (), "model=lambda: Net(...)")
+
+
+def check_source(name: str, field: str, given: Any) -> None:
+    """Data, or a function that makes it."""
+    if given is None:
+        raise UsageError(f"task {name}: {field} is None: {_DATA_RULE}, or a function that makes one")
+    if is_factory(given):
+        _check_call(name, field, given, (), f"{field}=lambda: MyDataset(...)")
+    else:
+        check_data(name, field, given)
+
+
+def check_objective(name: str, objective: Any, classify: Any) -> None:
+    """A function of (model, batch)."""
+    fix = "def objective(model, batch): return {'loss': one value per sample}"
+    if objective is classify:
+        raise UsageError(f"task {name}: objective=classify is not called: write objective=classify()")
+    module = getattr(objective, "__module__", "") or ""
+    if module.startswith("torch."):  # a loss function, its class, or a module of it: all are called with (outputs, targets)
+        shown = getattr(objective, "__name__", type(objective).__name__)
+        raise UsageError(
+            f"task {name}: objective is torch's {shown}: an objective gets (model, batch) and returns a dict; use classify()"
+            f" for cross-entropy, or write {fix}"
+        )
+    _check_call(name, "objective", objective, ("model", "batch"), fix)
+
+
+def check_prepare(name: str, prepare: Any) -> None:
+    """A function of (batch, samples, epoch), or None."""
+    if prepare is not None and not (isinstance(prepare, KeyedPrepare) and not isinstance(prepare, type)):
+        fix = "def prepare(batch, samples, epoch): return batch"
+        _check_call(name, "prepare", prepare, ("batch", "samples", "epoch"), fix)
+
+
+def check_defaults(name: str, defaults: Any) -> dict[str, Any]:
+    """The options of a dict, or those that a Config was given."""
+    if isinstance(defaults, Config):
+        defaults = {key: getattr(defaults, key) for key in sorted(defaults.given)}
+    if not isinstance(defaults, Mapping):
+        raise UsageError(
+            f"task {name}: defaults is {name_type(defaults)}: it must be a dict of options, as in {{'epochs': 10}}"
+        )
+    for key in defaults:
+        if not isinstance(key, str):
+            raise UsageError(f"task {name}: defaults has the key {short(repr(key))}: keys are options, as in {{'epochs': 10}}")
+        if key in names_with(Role.PLACE):
+            raise UsageError(f"task {name}: {key!r} says where a run happens: it cannot be one of the task's defaults")
+        if key == "set":
+            raise UsageError(f"task {name}: 'set' cannot be one of the task's defaults: give the parameters of task() defaults")
+    try:
+        check_options(defaults)
+    except UsageError as error:
+        raise UsageError(f"task {name}, its defaults: {error}") from None
+    return dict(defaults)
+
+
+def is_factory(given: Any) -> bool:
+    """Whether this is a function to call, or a class, and not data. A Dataset may be callable, too."""
+    if isinstance(given, type):
+        return True
+    looks_like_data = hasattr(type(given), "__getitem__") and hasattr(type(given), "__len__")
+    return callable(given) and not looks_like_data and not isinstance(given, Dataset | nn.Module)
+
+
+def check_data(name: str, field: str, data: Any) -> Data:
+    """Data as the loaders take it: a tuple of arrays becomes Arrays. Raises a UsageError for anything else."""
+    what = f"task {name}: {field}"
+    if data is None:
+        none = " (or give validation=None for a run without validation)" if field == "validation" else ""
+        raise UsageError(f"{what} made None: its function must return the data; is a `return` missing?{none}")
+    if isinstance(data, DataLoader):
+        raise UsageError(
+            f"{what} is a DataLoader: give its Dataset instead; --global-batch and --loader-workers replace its options, and"
+            " prepare does what needs a whole batch"
+        )
+    if isinstance(data, IterableDataset):
+        raise UsageError(
+            f"{what} is an IterableDataset, {type(data).__name__}: every sample must be visited once on any number of workers,"
+            " so give a map-style Dataset, with __len__ and __getitem__"
+        )
+    if isinstance(data, Tensor | np.ndarray):
+        raise UsageError(f"{what} is {name_type(data)}: give Arrays((x,)), or Arrays((x, y)) with targets")
+    if isinstance(data, tuple) and any(isinstance(item, Tensor | np.ndarray) for item in data):
+        return Arrays(data)
+    if isinstance(data, tuple | list) and any(isinstance(item, Dataset | Arrays) for item in data):
+        raise UsageError(f"{what} is {name_type(data)} of {len(data)} data sets: give one of them")
+    if isinstance(data, str | bytes | Mapping | nn.Module | type):
+        raise UsageError(f"{what} is {name_type(data)}: {_DATA_RULE}")
+    for method, purpose in (("__len__", "the number of samples"), ("__getitem__", "the sample with a given number")):
+        own = getattr(type(data), method, None)
+        if own is None or own is getattr(Dataset, method, None):
+            raise UsageError(f"{what} is {name_type(data)} without {method}, which must return {purpose}: {_DATA_RULE}")
+    return cast(Data, data)
+
+
+def check_length(name: str, field: str, data: Data) -> None:
+    """Raise a UsageError unless `__len__` returns a number of samples."""
+    found = cast(Any, type(data)).__len__(data)
+    if not isinstance(found, int) or found < 0:
+        raise UsageError(
+            f"task {name}: {field} is {name_type(data)} whose __len__ returned {short(repr(found))}: it must be the number of"
+            " samples, a whole number"
+        )
+
+
+def check_made_model(name: str, model: Any) -> nn.Module:
+    """What a task's model function returned. Raises a UsageError if it cannot be trained."""
+    what = f"task {name}: its model function returned {name_type(model)}"
+    if not isinstance(model, nn.Module):
+        hint = "; is a `return` missing?" if model is None else " itself" if isinstance(model, tuple) else ""
+        raise UsageError(f"{what}: it must return an nn.Module, the model{hint}")
+    if isinstance(model, nn.DataParallel | DistributedDataParallel):
+        raise UsageError(f"{what}: return the model that it wraps; Paceline spreads the work over --workers")
+    lazy = next((path for path, tensor in _tensors(model) if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise UsageError(
+            f"{what} whose {lazy} has no shape yet, because its layer is lazy: call the model once on inputs of the right shape"
+            " before returning it, as in model(torch.zeros(2, ...)), or use a layer that is not lazy"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        count = sum(1 for _ in model.parameters())
+        frozen = f"all {count} of its parameters are frozen (requires_grad=False)" if count else "it has no parameters"
+        raise UsageError(f"{what}, and {frozen}: at least one parameter must be trainable")
+    return model
+
+
+def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _check_call(name: str, field: str, function: Any, arguments: tuple[str, ...], fix: str) -> None:
+    """Raise a UsageError unless this can be called with these arguments, as far as its signature tells."""
+    called = f"({', '.join(arguments)})" if arguments else "no arguments"
+    if not callable(function):
+        raise UsageError(f"task {name}: {field} is {name_type(function)}: it must be a function; write {fix}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        shown = getattr(function, "__name__", type(function).__name__)
+        if isinstance(function, type):
+            fix = f"{field}=lambda: {shown}(...)"
+        raise UsageError(
+            f"task {name}: {field}, {shown}{signature}, cannot be called with {called} ({error}): write {fix}"
+        ) from None

@@ -1,0 +1,106 @@
+"""Threads that spin, and threads that wait for a core."""
+
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.dist import process
+from paceline.dist.process import core_times
+
+
+@pytest.fixture
+def no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch also removes what the test sets
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_policy")
+@pytest.mark.parametrize(("busy", "policy"), [(0.0, None), (1.2, "passive")])
+def test_idle_threads_sleep_only_if_others_use_the_cores(
+    busy: float, policy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_busy_cores", lambda: busy)
+    note = process.stop_spinning_if_shared()
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
+    assert ("other programs use 1.2 of" in note) is bool(busy)
+
+
+@pytest.mark.usefixtures("no_policy")
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_a_policy_of_the_user_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_busy_cores", lambda: 2.0)
+    monkeypatch.setenv(name, "17")
+    assert process.stop_spinning_if_shared() == ""
+    assert os.environ.get("OMP_WAIT_POLICY", "17") == "17"
+
+
+class Machine:
+    """/proc/loadavg and /proc/stat of a machine with cores 0 and 1, of which others use `busy` cores; 100 ticks per second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, busy: float, loadavg: str) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: {0, 1})
+        monkeypatch.setattr(process.os, "sysconf", lambda name: 100)
+        monkeypatch.setattr(process, "time", self)
+        files = {
+            "/proc/loadavg": lambda: loadavg,
+            # The other cores of the machine are busy, too, and must not count.
+            "/proc/stat": lambda: "\n".join(
+                f"cpu{core} {int(100 * self.now_s * use)} 0 0 500 9 0 0 0 0 0" for core, use in enumerate([busy, 0, 1, 1])
+            ),
+        }
+        monkeypatch.setattr(process, "Path", lambda name: SimpleNamespace(read_text=files[str(name)]))
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def process_time(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("busy", "loadavg", "expected"),
+    [
+        (0.9, "1.00 0.5 0.1 1/300 77", 0.9),
+        (0.9, "0.10 0.5 0.1 2/300 77", 0.9),  # it has just begun
+        (0.9, "0.10 0.5 0.1 1/300 77", 0.0),  # nothing else runs now, nor did in the last minute
+        (0.3, "1.00 0.5 0.1 3/300 77", 0.0),  # too little to matter
+    ],
+)
+def test_cores_that_others_keep_busy(busy: float, loadavg: str, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, busy, loadavg)
+    assert process._busy_cores() == pytest.approx(expected, abs=0.1)
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="this kernel does not tell how long threads wait: use Linux"
+)
+def test_time_on_a_core_is_counted_over_all_threads() -> None:
+    worked, counted = threading.Barrier(3), threading.Event()
+
+    def work() -> None:
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+        worked.wait()
+        counted.wait()
+
+    before = core_times()
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    worked.wait()
+    after = core_times()
+    counted.set()
+    for thread in threads:
+        thread.join()
+    assert after[0] - before[0] > 0.09
+    assert after[1] >= before[1]
