@@ -16,7 +16,6 @@ from paceline.optim import check_optimizer
 from paceline.study.study import parse_settings
 from paceline.toml import read_recipe
 from paceline.training.task import Task
-from paceline.training.tasks import configure
 
 KEYS = frozenset(field.name for field in dataclasses.fields(Config))
 TYPED = """
@@ -138,12 +137,11 @@ def test_a_flag_is_answered_although_its_value_looks_like_the_task():
 def test_the_answer_to_a_key_wherever_it_is_given(key, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("recipe.toml").write_text(f"{key} = 1\n")
-    task = Task(name="x", train=list, validation=list, objective=lambda model, batch: {}, defaults={key: 1})
     calls = (
         lambda: read_recipe("recipe.toml"),
         lambda: make_config({key: 1}),
         lambda: Config(**{key: 1}),
-        lambda: configure(task, {}),
+        lambda: Task(name="x", train=list, validation=list, objective=lambda model, batch: {}, defaults={key: 1}),
         lambda: paceline.train("fashion-mnist-mini", **{key: 1}),
         lambda: parse_settings([f"{key}=1"]),
     )
@@ -164,5 +162,5 @@ def test_verbs_of_other_tools(names):
 
 
 def test_other_verbs_get_no_answers_about_training():
-    assert refusal("doctor", "--verbose") == "unknown flag --verbose: see paceline doctor --help"
+    assert refusal("doctor", "--wandb") == "unknown flag --wandb: see paceline doctor --help"
     assert refusal("plan", "x", "--cluster", "here", "--gpus", "8") == "unknown flag --gpus: see paceline plan --help"
