@@ -140,7 +140,9 @@ _NEAR = 0.75  # with less, --lr would be --loader
 def unknown_flag(name: str, known: Iterable[str], see: str) -> UsageError:
     """The error for a flag that does not exist. `see` is the command that lists the flags."""
     names, hint = list(known), f"see {see}"
-    if "--base-lr" in names and _plain(name).replace("-", "_").isidentifier():
+    if "--set" in names and "--base-lr" not in names:  # a study
+        hint += "; options of its runs are given with --set, such as --set epochs=3"
+    elif "--set" in names and _plain(name).replace("-", "_").isidentifier():
         hint += f", or use --set {_plain(name)}=VALUE if your task() takes it"
     return UsageError(f"unknown flag {name}: {find_hint(name, names) or hint}")
 

@@ -10,9 +10,9 @@ import pytest
 import paceline
 from paceline import cli, models
 from paceline.config import Config, check_options, make_config
-from paceline.errors import UsageError
+from paceline.errors import UsageError, unknown
 from paceline.hints import ANSWERS, TABLE, VERBS, find_hint, named_options
-from paceline.optim import check_optimizer
+from paceline.optim import OPTIMIZERS, check_optimizer
 from paceline.study.study import parse_settings
 from paceline.toml import read_recipe
 from paceline.training.task import Task
@@ -159,6 +159,18 @@ def test_verbs_of_other_tools(names):
     for name in names.split():
         assert name not in cli.VERBS
         assert refusal(name, "x") == f"unknown verb '{name}': use {VERBS[names]}"
+
+
+def test_a_study_takes_the_options_of_its_runs_with_set():
+    said = "see paceline study --help; options of its runs are given with --set, such as --set epochs=3"
+    assert refusal("study", "x.toml", "--epochs", "3") == f"unknown flag --epochs: {said}"
+    assert refusal("study", "x.toml", "--lr", "3") == f"unknown flag --lr: {said}"
+    assert refusal("study", "x.toml", "--seed", "3") == "unknown flag --seed: did you mean --seeds?"
+
+
+def test_a_name_that_is_only_a_little_alike_is_not_suggested():
+    assert "known: adamw" in str(unknown("optimizer", "adagrad", OPTIMIZERS))
+    assert "did you mean 'adamw'?" in str(unknown("optimizer", "adam", OPTIMIZERS))
 
 
 def test_other_verbs_get_no_answers_about_training():
