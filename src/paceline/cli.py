@@ -20,9 +20,9 @@ from paceline.dist.messages import failed_first, is_lost_contact, send_failure, 
 from paceline.dist.place import read_place
 from paceline.dist.process import exit_now, stop_spinning_if_shared
 from paceline.dist.watch import mark_own_process
-from paceline.errors import PacelineError, SampleError, Stopped, UsageError, refuse_exit, unknown
+from paceline.errors import PacelineError, SampleError, Stopped, UsageError, refuse_exit
 from paceline.explanation import explain
-from paceline.hints import unknown_flag
+from paceline.hints import unknown_flag, unknown_verb
 from paceline.loading import pause_collector
 from paceline.output import close_output, is_terminal, open_output, reader_is_gone, warn
 
@@ -175,8 +175,8 @@ def make_parser(called: Collection[str]) -> tuple[Parser, dict[str, Parser]]:
     for verb, (module, summary) in VERBS.items():
         made[verb] = verbs.add_parser(verb, help=summary, description=summary, allow_abbrev=False, formatter_class=_Help)
         if verb in called:
-            import_module(module).add_arguments(made[verb])
             made[verb].add_argument(_TRACEBACK, action="store_true", help="print the whole traceback of an error")
+            import_module(module).add_arguments(made[verb])
     return parser, made
 
 
@@ -185,7 +185,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
     argv = _plain(argv)
     called = next((arg for arg in argv if not arg.startswith("-")), None)
     if called is not None and called not in VERBS:
-        raise unknown("verb", called, VERBS)
+        raise unknown_verb(called, VERBS)
     parser, verbs = make_parser([called] if called else [])
     if not argv:
         parser.print_help(sys.stderr)

@@ -99,8 +99,9 @@ def _short(text: str | None) -> str:
 _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 
 _BASH = r"""_paceline() {
-    local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} verb= words= files= i IFS=$'\n'
+    local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD-1]} verb= words= files= lead= i IFS=$'\n'
     if [[ $cur == "=" ]]; then cur=; elif [[ $prev == "=" ]]; then prev=${COMP_WORDS[COMP_CWORD-2]}; fi
+    if [[ $cur == --*=* ]]; then prev=${cur%%=*} lead=${cur%%=*}= cur=${cur#*=}; fi
     for ((i = 1; i < COMP_CWORD; i++)); do
         if [[ ${COMP_WORDS[i]} != -* ]]; then verb=${COMP_WORDS[i]}; break; fi
     done
@@ -117,7 +118,7 @@ _BASH = r"""_paceline() {
         esac
         case $verb in @TASKS@) files='!*.py' ;; esac
     fi
-    COMPREPLY=($(compgen -W "$words" -- "$cur"))
+    COMPREPLY=($(compgen -P "$lead" -W "$words" -- "$cur"))
     if [[ -n $files ]]; then COMPREPLY+=($(compgen -f -X "$files" -- "$cur")); fi
 }
 complete -o default -F _paceline paceline

@@ -94,6 +94,6 @@ def describe_exit(error: SystemExit) -> str:
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """The error for a name that does not exist. It suggests the nearest name, or lists all of them."""
     names, name = sorted(known), name if len(name) <= 100 else f"{name[:100]}..."  # matching a long name is slow
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
     return UsageError(f"unknown {kind} {name!r}: {hint}")

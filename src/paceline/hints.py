@@ -8,7 +8,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, unknown
 from paceline.values import flag
 
 _DEVICE = "not needed: workers use the GPUs they see, one each ({workers=N}); for the CPU, set CUDA_VISIBLE_DEVICES= (empty)"
@@ -110,14 +110,26 @@ TABLE = {
     "log-interval log-freq logging-steps print-freq log-steps": "use {log_every=N} (a row in metrics.jsonl every N steps)",
     "wandb mlflow comet": "not available: {tracker=tensorboard} is the only tracker; every run is also in metrics.jsonl",
     "tensorboard tb": "use {tracker=tensorboard}",
-    "verbose v debug": (
-        "not available: a run prints its contract and one line per epoch; {log_every=1} writes every step to metrics.jsonl"
-    ),
+    "verbose v": "not available: {log_every=1} writes every step to metrics.jsonl; {traceback} shows all of an error",
+    "debug": "use {traceback} (the whole traceback of an error) and {workers=1}, {max_steps=3} for a short run",
     "quiet q silent": "not available: send the output to a file; {runs_dir} has the metrics of every run",
     "config config-file cfg conf c": "use {recipe=FILE} (options from a TOML file or a packaged recipe)",
     "task": "give the task as the first argument, without a flag; {recipe} sets its options",
 }
 """Names in other tools, and the answer. `{base_lr}` and `{fast=on}` are options here, with a value."""
+
+VERBS = {
+    "fit run start launch": "paceline train TASK",
+    "resume continue": "paceline train TASK --resume",
+    "ls list history show": "paceline runs",
+    "bench benchmark speed": "paceline scale TASK",
+    "sweep tune search compare": "paceline study STUDY.toml",
+    "predict cost": "paceline plan RECORD --cluster NAME",
+    "check env info": "paceline doctor",
+    "download fetch datasets": "paceline data fetch",
+    "dashboard ui serve tensorboard": "paceline board",
+}
+"""Verbs in other tools, and the command here."""
 
 ANSWERS = {name: answer for names, answer in TABLE.items() for name in names.split()}
 
@@ -127,7 +139,18 @@ _NEAR = 0.75  # with less, --lr would be --loader
 
 def unknown_flag(name: str, known: Iterable[str], see: str) -> UsageError:
     """The error for a flag that does not exist. `see` is the command that lists the flags."""
-    return UsageError(f"unknown flag {name}: {find_hint(name, known) or f'see {see}'}")
+    names, hint = list(known), f"see {see}"
+    if "--set" in names and "--base-lr" not in names:  # a study
+        hint += "; options of its runs are given with --set, such as --set epochs=3"
+    elif "--set" in names and _plain(name).replace("-", "_").isidentifier():
+        hint += f", or use --set {_plain(name)}=VALUE if your task() takes it"
+    return UsageError(f"unknown flag {name}: {find_hint(name, names) or hint}")
+
+
+def unknown_verb(name: str, known: Iterable[str]) -> UsageError:
+    """The error for a verb that does not exist."""
+    command = next((command for names, command in VERBS.items() if name in names.split()), "")
+    return UsageError(f"unknown verb {name!r}: use {command}") if command else unknown("verb", name, known)
 
 
 def unknown_key(name: str, known: Iterable[str]) -> UsageError:

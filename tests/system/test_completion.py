@@ -11,6 +11,7 @@ try paceline train my
 try paceline train x --red
 try paceline train x --reduce ''
 try paceline train x --reduce = e
+try paceline train x --reduce=e
 try paceline rehearse x --see
 try paceline data ''
 try paceline help s
@@ -32,6 +33,7 @@ def test_bash_completes_verbs_flags_choices_and_files(runs, tmp_path):
         "--reduce",
         "fast exact",
         "exact",
+        "--reduce=exact",
         "--seeds",
         "list fetch verify",
         "scale study",

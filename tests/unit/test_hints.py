@@ -10,13 +10,12 @@ import pytest
 import paceline
 from paceline import cli, models
 from paceline.config import Config, check_options, make_config
-from paceline.errors import UsageError
-from paceline.hints import ANSWERS, TABLE, find_hint, named_options
-from paceline.optim import check_optimizer
+from paceline.errors import UsageError, unknown
+from paceline.hints import ANSWERS, TABLE, VERBS, find_hint, named_options
+from paceline.optim import OPTIMIZERS, check_optimizer
 from paceline.study.study import parse_settings
 from paceline.toml import read_recipe
 from paceline.training.task import Task
-from paceline.training.tasks import configure
 
 KEYS = frozenset(field.name for field in dataclasses.fields(Config))
 TYPED = """
@@ -46,7 +45,7 @@ def test_every_option_that_an_answer_names_exists(names):
     answer, flags = TABLE[names], flags_of("train")
     assert named_options(answer), "an answer says what to use"
     for name in named_options(answer):
-        assert name in KEYS or name == "recipe"
+        assert name in KEYS or name in ("recipe", "traceback")
     for name in names.split():
         said = find_hint(f"--{name}", flags)
         assert "{" not in said
@@ -107,8 +106,11 @@ def test_what_users_of_other_tools_type_is_answered(verb):
         ("--LR", "use --base-lr"),
         ("--learning_rate", "use --base-lr"),
         ("--wrokers", "did you mean --workers?"),
-        ("--foo", "see paceline train --help-all"),
-        ("--xyz", "see paceline train --help-all"),
+        ("--hidden", "see paceline train --help-all, or use --set hidden=VALUE if your task() takes it"),
+        ("--num-layers", "see paceline train --help-all, or use --set num-layers=VALUE if your task() takes it"),
+        ("--shuffle", "see paceline train --help-all"),
+        ("--heads", "see paceline train --help-all"),
+        ("--3d", "see paceline train --help-all"),
     ],
 )
 def test_the_answer_to_a_flag(typed, words):
@@ -135,12 +137,11 @@ def test_a_flag_is_answered_although_its_value_looks_like_the_task():
 def test_the_answer_to_a_key_wherever_it_is_given(key, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("recipe.toml").write_text(f"{key} = 1\n")
-    task = Task(name="x", train=list, validation=list, objective=lambda model, batch: {}, defaults={key: 1})
     calls = (
         lambda: read_recipe("recipe.toml"),
         lambda: make_config({key: 1}),
         lambda: Config(**{key: 1}),
-        lambda: configure(task, {}),
+        lambda: Task(name="x", train=list, validation=list, objective=lambda model, batch: {}, defaults={key: 1}),
         lambda: paceline.train("fashion-mnist-mini", **{key: 1}),
         lambda: parse_settings([f"{key}=1"]),
     )
@@ -150,6 +151,28 @@ def test_the_answer_to_a_key_wherever_it_is_given(key, words, tmp_path, monkeypa
         assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("names", VERBS)
+def test_verbs_of_other_tools(names):
+    verb, *rest = VERBS[names].split()[1:]
+    assert verb in cli.VERBS
+    assert {word for word in rest if word.startswith("--")} <= flags_of(verb)
+    for name in names.split():
+        assert name not in cli.VERBS
+        assert refusal(name, "x") == f"unknown verb '{name}': use {VERBS[names]}"
+
+
+def test_a_study_takes_the_options_of_its_runs_with_set():
+    said = "see paceline study --help; options of its runs are given with --set, such as --set epochs=3"
+    assert refusal("study", "x.toml", "--epochs", "3") == f"unknown flag --epochs: {said}"
+    assert refusal("study", "x.toml", "--lr", "3") == f"unknown flag --lr: {said}"
+    assert refusal("study", "x.toml", "--seed", "3") == "unknown flag --seed: did you mean --seeds?"
+
+
+def test_a_name_that_is_only_a_little_alike_is_not_suggested():
+    assert "known: adamw" in str(unknown("optimizer", "adagrad", OPTIMIZERS))
+    assert "did you mean 'adamw'?" in str(unknown("optimizer", "adam", OPTIMIZERS))
+
+
 def test_other_verbs_get_no_answers_about_training():
-    assert refusal("doctor", "--verbose") == "unknown flag --verbose: see paceline doctor --help"
+    assert refusal("doctor", "--wandb") == "unknown flag --wandb: see paceline doctor --help"
     assert refusal("plan", "x", "--cluster", "here", "--gpus", "8") == "unknown flag --gpus: see paceline plan --help"

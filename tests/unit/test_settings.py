@@ -213,16 +213,16 @@ def test_a_resumed_run_keeps_its_settings_and_refuses_others(my_task, runs):
     with pytest.raises(KeyboardInterrupt):
         _interrupted(my_task)
     assert (runs / "a" / "config.toml").exists()
-    with pytest.raises(UsageError, match=r"--set was \{'width': 4\}, is \{'width': 5\}"):
+    with pytest.raises(UsageError, match=r"--set was \{'width': 4, 'tag': 'y'\}, is \{'width': 5, 'tag': 'y'\}"):
         paceline.train(my_task, resume="a", set={"width": 5})
     paceline.train(my_task, resume="a", set={"width": 4})
-    assert last_call()["width"] == 4
+    assert (last_call()["width"], last_call()["tag"]) == (4, "y"), "what is not given again is taken from the record"
 
 
 def _interrupted(task: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training.Printer, "epoch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        paceline.train(task, set={"width": 4}, epochs=2, name="a", checkpoint_every="1")
+        paceline.train(task, set={"width": 4, "tag": "y"}, epochs=2, name="a", checkpoint_every="1")
 
 
 @pytest.mark.parametrize(
