@@ -51,13 +51,19 @@ class Contract:
     seed: int
     loader: str
     record: str
+    augmentation: str = ""
+    """What happens to training samples at random."""
     resumed_at: int | None = None
     """The step that a resumed run continues from."""
+    extended: str = ""
+    """What changes for a run that was resumed to train longer than planned before."""
 
     def lines(self) -> list[tuple[str, str]]:
         """(name, text) of each line to print. A resumed run prints only what may have changed."""
         lines = contract_lines(self.as_dict())
-        return lines if self.resumed_at is None else [line for line in lines if line[0] in ("resumed", "workers", "device")]
+        if self.resumed_at is None:
+            return lines
+        return [line for line in lines if line[0] in ("resumed", "extended", "workers", "device")]
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for the record."""
@@ -117,8 +123,10 @@ def _resumed(record: str, resumed_at: int, total_steps: int) -> str:
 
 _LINES: dict[str, Callable[..., str]] = {
     "resumed": _resumed,
+    "extended": lambda extended: f"{extended}",
     "task": _task,
     "data": lambda data, loader: f"{data} ({loader})",
+    "augmentation": lambda augmentation: f"{augmentation}",
     "model": lambda model, parameters: f"{model}, {parameters:,} parameters",
     "reference": lambda reference_batch, base_lr: f"batch {reference_batch:,} at lr {base_lr:g}",
     "workers": _workers,

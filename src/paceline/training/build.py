@@ -18,6 +18,7 @@ from paceline.core.norms import PartNorm, can_group, group_batch_norms
 from paceline.core.parts import Parts, Step
 from paceline.core.sampler import Sampler
 from paceline.core.sync_norm import replace_sync_batch_norms
+from paceline.data.augment import Images
 from paceline.data.loaders import Arrays, Loader, Resident, make_loader
 from paceline.dist.agree import any_reason, check_agreement
 from paceline.dist.world import World
@@ -31,7 +32,7 @@ from paceline.training.grouping import Grouping, choose_grouping, measures_noise
 from paceline.training.local import first_local_step
 from paceline.training.precision import choose_precision
 from paceline.training.task import Task
-from paceline.training.terms import make_contract, make_steps
+from paceline.training.terms import describe_batch, make_contract, make_steps
 from paceline.training.trial import Trial
 from paceline.training.update import Update
 
@@ -118,6 +119,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
     sampler, schedule = make_steps(config, world, count_samples(train))
     trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world)
     model, grouping, notes = _make_model(trial)
+    notes = (*describe_batch(sampler, schedule), *notes)
     loaders = [
         make_loader(data, config.loader, task.prepare, world.device, config.loader_workers, config.seed, world.node_cores)
         for data in (train, validation)
@@ -151,6 +153,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
         "validation_samples": count_samples(validation),
         "loader": "on the device" if isinstance(loaders[0], Resident) else "streamed",
         "parts": grouping.why,
+        "augmentation": _describe_augmentation(task, config, train),
         "record": "none",
     }
     return Run(
@@ -166,6 +169,15 @@ def _build(task: Task, config: Config, world: World) -> Run:
         contract=make_contract(config, world, sampler, schedule, about),
         notes=notes,
     )
+
+
+def _describe_augmentation(task: Task, config: Config, train: Arrays | Dataset[Any]) -> str:
+    if task.prepare is None:
+        return "none" if isinstance(train, Arrays) else "none here; the task's own data set may have some"
+    if not isinstance(task.prepare, Images):
+        return "the task's own prepare"
+    smoothed = f"; label smoothing {config.label_smoothing:g}" if config.label_smoothing else ""
+    return task.prepare.describe() + smoothed
 
 
 def _make_model(trial: Trial) -> tuple[nn.Module, Grouping, tuple[str, ...]]:

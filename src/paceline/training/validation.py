@@ -7,6 +7,9 @@ because the training weights moved. So new ones are taken (Izmailov et al. 2018,
 exact way: over fixed chunks of training samples, with one table row per chunk.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -128,6 +131,19 @@ class Averaged:
         for buffer, kept in self._kept:
             buffer.copy_(kept)
         self._kept = []
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For this block the model has its training weights and statistics; then the same averaged ones again, bit for bit."""
+        assert self._run.update.ema is not None
+        averaged = [buffer.clone() for buffer, _ in self._kept]
+        self._run.update.ema.take_out()
+        for buffer, kept in self._kept:
+            buffer.copy_(kept)
+        yield
+        self._run.update.ema.put_in()
+        for (buffer, _), value in zip(self._kept, averaged, strict=True):
+            buffer.copy_(value)
 
     def _take_statistics(self, layers: list[_NormBase], epoch: int) -> None:
         step, run, model, world = self._step, self._run, self._run.model, self._run.world

@@ -158,7 +158,7 @@ def test_every_field_of_a_row_is_known_as_ours() -> None:
     """So that no metric can overwrite it."""
     options = {"epochs": 1, "measure_noise": True, "virtual_workers": 2, "lr_rule": "adascale"}
     watcher = alone(blobs(), **options).watcher
-    fields = {name for row in (*watcher.steps, *watcher.epochs) for name in row if not name.startswith("val_")}
+    fields = {name for row in (*watcher.steps, *watcher.epochs) for name in row if not name.startswith(("val_", "train_"))}
     assert {"noise_scale", "gain", "samples_per_s"} <= fields
     assert fields - {"loss", "accuracy"} <= ROW_FIELDS
 

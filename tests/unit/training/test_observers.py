@@ -19,7 +19,7 @@ from paceline import models
 from paceline.config import Config, make_config
 from paceline.contract import Contract
 from paceline.errors import RecordError
-from paceline.records import Record, read_result
+from paceline.records import Record, read_metrics, read_result
 from paceline.toml import read_recipe
 from paceline.training.observers import Printer, Recorder, Result, TensorBoard
 
@@ -252,8 +252,22 @@ def test_a_resumed_run_writes_what_a_killed_one_did_not(record):
     recorder.start(replace(CONTRACT, resumed_at=0))
     assert make_config(read_recipe(str(record.path / "config.toml"))).epochs == 2
     assert json.loads((record.path / "environment.json").read_text())["task"] == "mine"
-    Recorder(record, Config(epochs=3), "mine").start(replace(CONTRACT, resumed_at=0))
-    assert make_config(read_recipe(str(record.path / "config.toml"))).epochs == 2, "what was there stays"
+    Recorder(record, Config(epochs=2, log_every=3), "mine").start(replace(CONTRACT, resumed_at=0))
+    assert make_config(read_recipe(str(record.path / "config.toml"))).log_every == 10, "what was there stays"
+
+
+def test_an_extended_run_rewrites_how_long_it_trains_and_keeps_what_it_said(record):
+    Recorder(record, Config(epochs=2, log_every=3), "mine").start(CONTRACT)
+    longer = replace(CONTRACT, resumed_at=4, epochs=3, total_steps=99, workers=1, extended="from 4 steps to 99")
+    Recorder(record, Config(epochs=3, target_accuracy=0.9), "mine").start(longer)
+    config = make_config(read_recipe(str(record.path / "config.toml")))
+    assert (config.epochs, config.target_accuracy, config.log_every, config.workers) == (3, 0.9, 3, 2)
+    contract = json.loads((record.path / "environment.json").read_text())["contract"]
+    assert (contract["epochs"], contract["total_steps"]) == (3, 99)
+    assert contract["workers"] == CONTRACT.workers, "the rest is as the run began"
+    (row,) = [row for row in read_metrics(record.path) if row["kind"] == "resume"]
+    assert row["was"] == {"epochs": 2, "max_steps": 0, "target_accuracy": 0.0, "patience": 1}
+    assert row["contract"]["extended"] == "from 4 steps to 99"
 
 
 @pytest.mark.parametrize(
