@@ -143,7 +143,7 @@ def test_a_changed_run_is_not_resumed(runs: Path) -> None:
     changes = {
         "--virtual-workers was 4, is 2": [TASK, "--virtual-workers", "2"],
         "--seed was 0, is 1": [TASK, "--seed", "1"],
-        "--base-lr was 0.02, is 0.5; --epochs was 3, is 4": [TASK, "--base-lr", "0.5", "--epochs", "4"],
+        "--base-lr was 0.02, is 0.5": [TASK, "--base-lr", "0.5", "--epochs", "4"],
         "--reduce was exact, is fast": [TASK, "--reduce", "fast"],
         "the training or validation data is not the same": ["other.py"],
         "the model's parameters have other names or shapes": ["other.py:model"],

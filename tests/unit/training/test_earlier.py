@@ -129,15 +129,11 @@ def test_checkpoints_that_are_gone_or_old(runs: Path, capsys: Any) -> None:
     train("task.py", name="x", epochs=3, checkpoint_every="5")
     (runs / "x" / "checkpoints" / "step-000000012.safetensors").unlink()
     longer = train("task.py", resume="x", epochs=4)
-    note = (
-        "note: the last checkpoint of runs/x is from step 10, and the run ended at step 12: the steps between are trained again"
-    )
+    note = "note: the last checkpoint of runs/x is from step 10, and the run ended at step 12: the steps between are"
     assert note in capsys.readouterr().out
     assert longer.model_sha256 == whole.model_sha256
     train("task.py", name="y", epochs=1, checkpoint_every="0")
-    with pytest.raises(
-        UsageError, match=r"runs/y is done and kept no checkpoint to continue from: start a new run with --recipe"
-    ):
+    with pytest.raises(UsageError, match="runs/y is done and kept no checkpoint to continue from: start a new run with"):
         train("task.py", resume="y", epochs=2)
 
 
@@ -148,16 +144,14 @@ def test_a_run_that_reached_its_target_goes_on_with_another(runs: Path, capsys: 
     capsys.readouterr()
     assert train("task.py", resume="x") == first
     assert "to train on, give a higher --target-accuracy than" in capsys.readouterr().out
-    with pytest.raises(
-        UsageError, match=r"^--epochs 9: runs/x ended at its target: to train on, give a higher --target-accuracy"
-    ):
+    with pytest.raises(UsageError, match="^--epochs 9: runs/x ended at its target: to train on, give a higher"):
         train("task.py", resume="x", epochs=9)
     longer = train("task.py", resume="x", target_accuracy=0.0)
     assert (longer.status, longer.model_sha256) == ("done", whole.model_sha256)
 
 
 def test_hits_of_another_target_do_not_count(runs: Path) -> None:
-    """The first epoch reached the old target; the new one is reached by the second on, so two in a row end with the third."""
+    """Of the three epochs in a row that the new target needs, the first is the one that is validated again."""
     train("task.py", name="x", epochs=9, target_accuracy=0.1, patience=2)
     again = train("task.py", resume="x", target_accuracy=1e-9, patience=3)
     assert (again.status, again.epochs) == ("target reached", 4)

@@ -135,7 +135,7 @@ def test_a_damaged_config_is_said_once_and_written_again(runs: Path, capsys: Any
     (runs / "x" / "config.toml").write_bytes(content)
     (runs / "x" / "result.json").unlink()
     capsys.readouterr()
-    with pytest.raises(UsageError, match="cannot resume: --epochs was 3, is 5. A run can only become longer"):
+    with pytest.raises(UsageError, match=r"cannot resume: --epochs was 3, is 5\. A run can only become longer"):
         train("task.py", resume="x")
     note = "note: runs/x/config.toml is not valid TOML"
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(note)]
