@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.files import write_file
-from paceline.output import plural
+from paceline.output import make_table, plural
 from paceline.plan.cluster import ENDLESS, HERE, Cluster, find_cluster, list_presets
 from paceline.plan.draws import bars, draw
 from paceline.plan.fields import short
@@ -25,7 +25,6 @@ from paceline.plan.tradeoff import MOST_NOISE, NoiseScale, given_noise_scale, re
 from paceline.plan.words import (
     BARS,
     count_words,
-    lay_out,
     list_words,
     money_words,
     number_words,
@@ -265,7 +264,7 @@ def table(plan: Plan) -> str:
     timed, priced = (any(name in row for row in plan.rows) for name in ("time_s", "cost"))
     heads = ["workers", "nodes", "batch", f"{unit}/s", "low to high", "efficiency", "step ms", "exposed", "waiting"]
     heads += (["steps", "time", "low to high"] if timed else []) + (["cost"] if priced else [])
-    return lay_out(heads, [_cells(row, timed, priced) for row in plan.rows])
+    return make_table(heads, [_cells(row, timed, priced) for row in plan.rows], left=0)
 
 
 def conclude(plan: Plan) -> list[str]:

@@ -13,12 +13,6 @@ BARS = (
 )
 
 
-def lay_out(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A plain-text table with right-aligned columns."""
-    widths = [max(len(str(row[i])) for row in [heads, *rows]) for i in range(len(heads))]
-    return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [heads, *rows])
-
-
 def number_words(value: float) -> str:
     """Three significant digits: 8,010; 123,000; 4.21."""
     if value == 0 or not math.isfinite(value):

@@ -82,7 +82,7 @@ def test_a_count_beyond_the_training_set_has_a_speed_and_no_time(make_scale: Mak
     assert "time_s" in plan.rows[0]
     assert not {"time_s", "steps", "cost"} & {*plan.rows[1], *plan.rows[2]}
     assert plan.rows[2]["samples_per_s"] > plan.rows[0]["samples_per_s"]
-    assert table(plan).splitlines()[2].split()[-4:] == ["-"] * 4
+    assert table(plan).splitlines()[3].split()[-4:] == ["-"] * 4
     assert "No time is predicted for 64 workers and more: a step would need more than the 6,000 training images." in conclude(
         plan
     )

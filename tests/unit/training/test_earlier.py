@@ -144,7 +144,7 @@ def test_a_run_that_reached_its_target_goes_on_with_another(runs: Path, capsys: 
     capsys.readouterr()
     assert train("task.py", resume="x") == first
     assert "to train on, give a higher --target-accuracy than" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="^--epochs 9: runs/x ended at its target: to train on, give a higher"):
+    with pytest.raises(UsageError, match=r"^--epochs 9: runs/x ended at its target: to train on, give a higher"):
         train("task.py", resume="x", epochs=9)
     longer = train("task.py", resume="x", target_accuracy=0.0)
     assert (longer.status, longer.model_sha256) == ("done", whole.model_sha256)
