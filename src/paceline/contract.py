@@ -92,7 +92,7 @@ def contract_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _task(task: str, train_samples: int, validation_samples: int) -> str:
-    return f"{task}: {train_samples:,} training and {validation_samples:,} validation samples"
+    return f"{task}: {train_samples:,} training and {plural(validation_samples, 'validation sample')}"
 
 
 def _workers(workers: int, virtual_workers: int, parts: str, launcher: str, nodes: int) -> str:
@@ -127,7 +127,7 @@ _LINES: dict[str, Callable[..., str]] = {
     "task": _task,
     "data": lambda data, loader: f"{data} ({loader})",
     "augmentation": lambda augmentation: f"{augmentation}",
-    "model": lambda model, parameters: f"{model}, {parameters:,} parameters",
+    "model": lambda model, parameters: f"{model}, {plural(parameters, 'parameter')}",
     "reference": lambda reference_batch, base_lr: f"batch {reference_batch:,} at lr {base_lr:g}",
     "workers": _workers,
     "global batch": _global_batch,

@@ -201,6 +201,20 @@ def test_adamw_and_dropout_on_four_numbers_of_workers(tmp_path: Path) -> None:
         assert last.result.metrics == calm.result.metrics
 
 
+def test_a_finished_run_is_extended_on_other_workers(tmp_path: Path) -> None:
+    """Three epochs on one worker, two more on two: the model of five epochs."""
+    with world() as here:
+        calm = chain(here, tmp_path / "calm", None, schedule="constant")
+        assert calm is not None
+        assert chain(here, tmp_path / "x", None, schedule="constant", epochs=3) is not None
+    for last in run_workers(longer_chain, 2, tmp_path / "x"):
+        assert (last.result.model_sha256, last.result.metrics) == (calm.result.model_sha256, calm.result.metrics)
+
+
+def longer_chain(world: World, folder: Path) -> Trained | None:
+    return chain(world, folder, None, schedule="constant", epochs=5)
+
+
 def local_chain(world: World, folder: Path, stop_at: int | None) -> Trained | None:
     """Parts train by themselves from step 6 of 20 on, averaged after 8, 9, 12, 15, ...: checkpoints are of those steps."""
     return chain(world, folder, stop_at, local_steps=3, local_after=0.3, ema=0.9)

@@ -254,7 +254,7 @@ def introduce(plan: Plan) -> list[str]:
     if plan.request.cores == "none":
         more.append("each worker has its own device and shares no cores (--cores)")
     elif plan.request.cores:
-        more.append(f"all workers share {plan.request.cores} cores, on any number of nodes (--cores)")
+        more.append(f"all workers share {plural(int(plan.request.cores), 'core')}, on any number of nodes (--cores)")
     return [*lines, *(f"assumed: {each}" for each in (*measured.assumed, *more))]
 
 

@@ -25,6 +25,7 @@ from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
 from paceline.optim.muon import describe_split
+from paceline.output import plural, stages
 from paceline.training.dataset import count_samples, load_data
 from paceline.training.forward import Forward
 from paceline.training.gradients import Sam
@@ -115,8 +116,10 @@ def build(task: Task, config: Config, world: World) -> Run:
 
 
 def _build(task: Task, config: Config, world: World) -> Run:
+    stages.enter("reading the data")
     train, validation, data_sha256 = load_data(task, config, world)
     sampler, schedule = make_steps(config, world, count_samples(train))
+    stages.enter("building the model")
     trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world)
     model, grouping, notes = _make_model(trial)
     notes = (*describe_batch(sampler, schedule), *notes)
@@ -148,7 +151,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
         "unit": task.unit,
         "model": config.model or type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "data": getattr(train, "about", "") or f"{type(train).__name__} of {count_samples(train):,} samples",
+        "data": getattr(train, "about", "") or f"{type(train).__name__} of {plural(count_samples(train), 'sample')}",
         "train_samples": count_samples(train),
         "validation_samples": count_samples(validation),
         "loader": "on the device" if isinstance(loaders[0], Resident) else "streamed",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from paceline.dist.agree import check_agreement
 from paceline.dist.messages import headline
 from paceline.dist.watch import Watch
 from paceline.errors import Diverged, PacelineError, RecordError, Stopped, UsageError, refuse_exit
+from paceline.output import stages
 from paceline.status import Status
 from paceline.training.build import Run
 from paceline.training.capture.captured import CapturedStep, capture
@@ -129,6 +131,8 @@ class _Fit:
         for note in run.notes:
             self._say(note)
         # Only this frame refers to the graphs: NCCL does not end while a graph lives that holds some of its work.
+        if run.world.device.type == "cuda" and run.config.fast != "off":
+            stages.enter("capturing the step as a CUDA graph")
         captured = capture(run, self.step, progress.step, self._say)
         executor = with_local_steps(self.step, captured, run.local_from, run.config.local_steps, self._say)
         validation = Validation(run, self.step, captured)
@@ -137,6 +141,7 @@ class _Fit:
             self.profile = Profile(run, self.clock, progress.step, isinstance(captured, CapturedStep))
         if self.watch:
             self.watch.mark(progress.step, "data")
+        stages.stop()
         for epoch in range(progress.epoch, run.config.epochs):
             self._train_epoch(epoch, executor)
             if self._validate(epoch, validation, averaged):
@@ -193,7 +198,7 @@ class _Fit:
         check_agreement({**run.model.state_dict(), **run.kept()}, run.world, f"after epoch {epoch + 1}")
         if averaged is not None:
             averaged.put_in(epoch)
-        metrics = validation(epoch)
+        metrics = validation(epoch, partial(self._tell_validating, epoch))
         self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss", self._most_loss())
         if config.target_accuracy and "accuracy" not in metrics:
             raise UsageError(f"--target-accuracy: this task reports {', '.join(metrics)}, but no accuracy")
@@ -226,6 +231,10 @@ class _Fit:
         if over:
             self._save_last(before, averaged)
         return over
+
+    def _tell_validating(self, epoch: int, done: int, total: int) -> None:
+        for observer in self.observers:
+            observer.validating(epoch + 1, done, total)
 
     def _save_last(self, before: Progress, averaged: Averaged | None) -> None:
         """Write the checkpoint from which the finished run can be extended. Collective: call on every rank.

@@ -1,9 +1,9 @@
 """Observers of a run: the printer, the recorder, a tracker. The loop calls them on rank 0 and knows nothing else about them."""
 
 import errno
-import importlib.util
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -80,6 +80,9 @@ class Observer(Protocol):
 
     def step(self, row: Row) -> None:
         """Every `log_every` steps."""
+
+    def validating(self, epoch: int, done: int, total: int) -> None:
+        """When a chunk of a validation starts: the `done`-th of rank 0's `total`."""
 
     def epoch(self, row: Row) -> None:
         """After each epoch's validation."""
@@ -175,6 +178,9 @@ class Recorder:
     def step(self, row: Row) -> None:
         self._record.row({"kind": "step", **row})
 
+    def validating(self, epoch: int, done: int, total: int) -> None:
+        pass
+
     def epoch(self, row: Row) -> None:
         self._record.row({"kind": "epoch", **row})
         self._record.course_row(row)
@@ -232,6 +238,8 @@ class Printer:
         """Called once, when printing fails; whether it has failed."""
         self._total = self._per_epoch = self._workers = 1
         self._record = ""
+        self._told_s = 0.0
+        """When progress of a validation was last shown."""
         self._reported: tuple[str, ...] | None = None
         self._last: tuple[str, ...] = ()
         """What slowed the run down: as last printed, and at the last look."""
@@ -274,6 +282,19 @@ class Printer:
         texts = ["  ".join((f"{what} [{bar:<20}] {count}", *more)), *shorter]
         text = next((text for text in texts if len(text) <= room), texts[-1][: max(0, room)])
         self._print(f"\r{text}\x1b[K", end="")
+
+    def validating(self, epoch: int, done: int, total: int) -> None:
+        """Show how far a long validation is: twice a second on a terminal, otherwise with a line every 30 s."""
+        now = time.monotonic()
+        if done == 1:
+            self._told_s = now
+        if now - self._told_s < (0.5 if self._terminal else 30.0):
+            return
+        self._told_s = now
+        if self._terminal:
+            self._show(f"epoch {epoch} validation", done, total)
+        else:
+            self._line(f"epoch {epoch}: validation, {done} of {total} batches")
 
     def epoch(self, row: Row) -> None:
         unit = self._unit.capitalize()
@@ -331,63 +352,3 @@ class Printer:
             self._failed(
                 "the output could not be printed and is left out from here on: its reader is gone, or its disk is full"
             )
-
-
-def check_tensorboard() -> None:
-    """Raise a UsageError if TensorBoard is not installed, before anything is loaded or written."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise UsageError("--tracker tensorboard: TensorBoard is not installed; pip install 'paceline[trackers]'")
-
-
-class TensorBoard:
-    """Writes to TensorBoard, in the record's folder. A full disk ends the tracker, not the run."""
-
-    def __init__(self, folder: str, failed: Callable[[str], None] = lambda text: None) -> None:
-        self._folder, self._failed, self._writer = folder, failed, cast(Any, None)
-
-    def start(self, contract: Contract) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # A resumed run repeats some steps: purge_step hides the old points from the first of these on.
-        repeated = None if contract.resumed_at is None else contract.resumed_at + 1
-        try:
-            self._writer = SummaryWriter(self._folder, purge_step=repeated)
-        except OSError as error:
-            self._give_up(error)
-        lines = "\n".join(f"    {what}: {text}" for what, text in contract.lines())
-        self._try(lambda writer: writer.add_text("contract", lines))
-
-    def say(self, text: str) -> None:
-        pass
-
-    def step(self, row: Row) -> None:
-        self._add({f"train/{name}": row[name] for name in ("loss", "lr")}, row["step"])
-
-    def epoch(self, row: Row) -> None:
-        shown = {name: value for name, value in row.items() if name.startswith("val_") or name == "samples_per_s"}
-        self._add({name.replace("val_", "validation/"): value for name, value in shown.items()}, row["step"])
-
-    def health(self, row: Row) -> None:
-        self._add({f"step/{name}_s": value for name, value in row["components_s"].items()}, row["step"])
-
-    def timeline(self, timeline: Row) -> None:
-        pass
-
-    def end(self, result: Result, model: nn.Module | None) -> None:
-        self._try(lambda writer: writer.close())
-
-    def _add(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._try(lambda writer, name=name, value=value: writer.add_scalar(name, value, step))
-
-    def _try(self, write: Callable[..., Any]) -> None:
-        """Write, unless writing has failed before."""
-        try:
-            if self._writer is not None:
-                write(self._writer)
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        self._writer = None
-        self._failed(f"the tracker cannot be written and is left out from here on: {error.strerror or error}")

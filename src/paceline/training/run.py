@@ -21,7 +21,7 @@ from paceline.errors import PacelineError, Stopped, UsageError
 from paceline.flags import to_flags
 from paceline.loading import load_rest
 from paceline.options import Role
-from paceline.output import is_terminal, plural
+from paceline.output import is_terminal, plural, stages
 from paceline.records import Record, close_cut_short, count_odd_lines, read_result
 from paceline.status import Status
 from paceline.training import tasks
@@ -29,8 +29,9 @@ from paceline.training.build import Run, build
 from paceline.training.checkpoint.keeper import FOLDER, REFUSED, Keeper, check_unchanged
 from paceline.training.earlier import Earlier, find_earlier, other_task, task_name
 from paceline.training.loop import fit
-from paceline.training.observers import Observer, Printer, Recorder, Result, TensorBoard, check_tensorboard
+from paceline.training.observers import Observer, Printer, Recorder, Result
 from paceline.training.task import Task
+from paceline.training.tracker import TensorBoard, check_tensorboard
 
 _AFTER_WATCH_S = 10.0
 """How much later than the watch the backend gives up on a silent worker: the watch can say which worker hangs, and where."""
@@ -70,6 +71,7 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
         if _needs_launcher(launched):
             return _train_in_workers(task, options, launched)
     load_rest()
+    stages.enter("meeting the other workers" if place.size > 1 else "preparing the run")
     with world(launched.backend, launched.timeout_s + _AFTER_WATCH_S) as here:
         if here.is_main and earlier is None:
             earlier = find_earlier(task, launched, place, options, restarted=here.read_restart_note())
@@ -78,6 +80,7 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
             return Result.read(earlier.result)
         if earlier.options.get("precision") and options.get("precision") == "auto":
             options = {**options, "precision": earlier.options["precision"]}  # what auto chose when the run started
+        stages.enter("loading the task")
         made, config = tasks.resolve(task, {**earlier.options, **options})
         if earlier.task and made.name != earlier.task:
             raise other_task(earlier.record, earlier.task, made.name)
@@ -144,6 +147,8 @@ def _train_in_workers(task: str | Task, options: Mapping[str, Any], config: Conf
             f" program with torchrun --nproc-per-node {config.workers or 1}"
         )
     tasks.check(task, options)
+    stages.enter(f"starting {plural(config.workers or 1, 'worker')}")
+    stages.hand_over()  # to worker 0
     outcome = launch(["train", task, *to_flags(options)], config)
     if outcome.exit_code == 0:
         if outcome.record is None and config.node_id == 0:
