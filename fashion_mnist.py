@@ -36,6 +36,7 @@ def run(argv: list[str]) -> None:
     from paceline.data import fashion_mnist
     from paceline.data.verb import DownloadProgress
     from paceline.errors import DataError
+    from paceline.output import plural
     from paceline.training.run import train
 
     args = _parse(argv)
@@ -46,7 +47,7 @@ def run(argv: list[str]) -> None:
     if not torch.cuda.is_available():
         small = "" if args.model else " with the small model cnn (--model course_wide_resnet for the course's own)"
         model = args.model or "cnn"
-        print(f"no GPU here: training on {args.num_gpus} CPU worker(s){small}", flush=True)
+        print(f"no GPU here: training on {plural(args.num_gpus, 'CPU worker')}{small}", flush=True)
     try:
         with DownloadProgress() as progress:
             fashion_mnist.load(task, data_dir, progress)
@@ -58,6 +59,7 @@ def run(argv: list[str]) -> None:
             flush=True,
         )
         task = "fashion-mnist-mini"
+    os.environ["PACELINE_EPOCH_LINE"] = "course"  # the six fields of the course's own script
     train(task, **_options(args, model))
 
 

@@ -345,6 +345,9 @@ class Watcher:
     def step(self, row: Any) -> None:
         pass
 
+    def validating(self, epoch: int, done: int, total: int) -> None:
+        pass
+
     def health(self, row: Any) -> None:
         pass
 

@@ -17,7 +17,7 @@ from paceline.errors import UsageError, unknown
 from paceline.hints import unknown_key
 from paceline.options import RemembersGiven, Role, copied, option, option_of
 from paceline.settings import Settings, make_settings
-from paceline.values import check_record_name, parse_every, parse_fractions, short
+from paceline.values import check_record_name, parse_every, parse_milestones, short
 from paceline.values import flag as flag
 
 _place = partial(option, "where it runs")
@@ -161,14 +161,14 @@ class Config(RemembersGiven):
     """Where warm-up starts, as a fraction of the peak (default 1/k: at base_lr under the linear rule)."""
     peak_at: float = _schedule(0.3, Role.MODEL, Role.METHOD, at_least=0, at_most=1)
     """Where one-cycle peaks, as a fraction of the run."""
-    step_at: str = _schedule("0.5,0.75", Role.MODEL, Role.METHOD, parse=parse_fractions, metavar="X,X")
-    """Where the step schedule drops, as fractions of the run."""
+    step_at: str = _schedule("0.5,0.75", Role.MODEL, Role.METHOD, parse=parse_milestones, metavar="X,X")
+    """Where the step schedule drops: fractions of the run (0.5,0.75), or epochs (30,60) if the numbers are 1 or more."""
     step_factor: float = _schedule(0.1, Role.MODEL, Role.METHOD, at_least=0)
     """What the step schedule multiplies the learning rate by at each drop."""
 
-    epochs: int = _run(5, Role.MODEL, Role.COMMON, at_least=1)
-    """Epochs to train, at most."""
-    max_steps: int = _run(0, Role.MODEL, Role.WHOLE_RUN, at_least=0)
+    epochs: int = _run(5, Role.MODEL, Role.LENGTH, Role.COMMON, at_least=1)
+    """Epochs to train, at most. With --resume, more epochs than before extend a run, finished or not."""
+    max_steps: int = _run(0, Role.MODEL, Role.LENGTH, Role.WHOLE_RUN, at_least=0)
     """Stop after N steps (0: no limit)."""
     target_accuracy: float = _run(0.0, Role.TIMING, Role.WHOLE_RUN, at_least=0, at_most=1)
     """Stop when validation accuracy reaches this (0: no target) in --patience epochs in a row."""

@@ -53,13 +53,19 @@ class Contract:
     record: str
     settings: str = ""
     """The values of `--set`, for the task's function."""
+    augmentation: str = ""
+    """What happens to training samples at random."""
     resumed_at: int | None = None
     """The step that a resumed run continues from."""
+    extended: str = ""
+    """What changes for a run that was resumed to train longer than planned before."""
 
     def lines(self) -> list[tuple[str, str]]:
         """(name, text) of each line to print. A resumed run prints only what may have changed."""
         lines = contract_lines(self.as_dict())
-        return lines if self.resumed_at is None else [line for line in lines if line[0] in ("resumed", "workers", "device")]
+        if self.resumed_at is None:
+            return lines
+        return [line for line in lines if line[0] in ("resumed", "extended", "workers", "device")]
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for the record."""
@@ -89,8 +95,8 @@ def contract_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _task(task: str, train_samples: int, validation_samples: int) -> str:
     if not validation_samples:
-        return f"{task}: {train_samples:,} training samples, no validation"
-    return f"{task}: {train_samples:,} training and {validation_samples:,} validation samples"
+        return f"{task}: {plural(train_samples, 'training sample')}, no validation"
+    return f"{task}: {train_samples:,} training and {plural(validation_samples, 'validation sample')}"
 
 
 def _workers(workers: int, virtual_workers: int, parts: str, launcher: str, nodes: int) -> str:
@@ -121,10 +127,12 @@ def _resumed(record: str, resumed_at: int, total_steps: int) -> str:
 
 _LINES: dict[str, Callable[..., str]] = {
     "resumed": _resumed,
+    "extended": lambda extended: f"{extended}",
     "task": _task,
     "settings": lambda settings: f"{settings}",
     "data": lambda data, loader: f"{data} ({loader})",
-    "model": lambda model, parameters: f"{model}, {parameters:,} parameters",
+    "augmentation": lambda augmentation: f"{augmentation}",
+    "model": lambda model, parameters: f"{model}, {plural(parameters, 'parameter')}",
     "reference": lambda reference_batch, base_lr: f"batch {reference_batch:,} at lr {base_lr:g}",
     "workers": _workers,
     "global batch": _global_batch,

@@ -3,7 +3,9 @@
 import io
 import os
 import select
+import shutil
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TextIO
@@ -49,6 +51,60 @@ def make_table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int = 
     with plain.capture() as captured:
         plain.print(table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+class Stages:
+    """What a program does before its real work begins: one line on a terminal that each stage replaces.
+
+    Piped output gets a plain line after a stage that took long. No thread redraws the line, so the seconds in it are those that
+    had passed when its stage began.
+    """
+
+    def __init__(self) -> None:
+        self._on = self._drawn = self._terminal = False
+        self._what, self._first_s, self._begin_s = "", 0.0, 0.0
+
+    def start(self, terminal: bool) -> None:
+        """Show the stages from now on. Without this call they are not shown."""
+        self._on, self._terminal, self._first_s = True, terminal, time.monotonic()
+
+    def enter(self, what: str) -> None:
+        """End the last stage and begin this one, such as `reading the data`; an empty text only ends the last."""
+        if not self._on:
+            return
+        now, last = time.monotonic(), self._what
+        took_s, self._what, self._begin_s = now - self._begin_s, what, now
+        if not self._terminal:
+            if last and took_s > _LONG_S:
+                say(f"{last} took {took_s:.1f} s")
+            return
+        passed_s = now - self._first_s
+        text = f"{what} ..." + (f" {passed_s:.0f} s" if passed_s >= 1 else "")
+        self._drawn = False
+        if what and say(f"\r{text[: max(0, shutil.get_terminal_size().columns - 1)]}\x1b[K", end=""):
+            self._drawn = True
+
+    def hand_over(self) -> None:
+        """Show no more stages, but leave the line: another process on this terminal replaces it."""
+        self._on = False
+
+    def stop(self) -> None:
+        """End the last stage, remove the line, and show no more stages."""
+        drawn = self._drawn
+        self.enter("")
+        self._on, self._drawn = False, drawn
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove the line from the terminal. Everything that is printed calls this first."""
+        if self._drawn:
+            self._drawn = False
+            say("\r\x1b[K", end="")
+
+
+_LONG_S = 2.0
+stages = Stages()
+"""The stages of this process."""
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -103,6 +159,10 @@ class Protected(io.TextIOWrapper):
 
     sink: "_Sink"
 
+    def write(self, text: str, /) -> int:
+        stages.clear()
+        return super().write(text)
+
     @property
     def error(self) -> OSError | None:
         """Why writes are dropped; None while they succeed."""
@@ -153,6 +213,7 @@ def _print(stream: TextIO | None, text: str) -> Exception | None:
     if stream is None:
         return ValueError("closed")
     try:
+        stages.clear()
         encoding = getattr(stream, "encoding", None) or "utf-8"
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()

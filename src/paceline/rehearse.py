@@ -55,7 +55,7 @@ def run(options: dict[str, Any]) -> int:
     study, workers = make_rehearsal(task, options, seeds=parse_seeds(str(seeds)), margin=margin)
     place = read_place()
     if place.launcher != "alone":
-        raise UsageError(f"rehearse trains all {workers} parts on one worker: start it by itself, not with {place.launcher}")
+        raise UsageError(f"rehearse trains all parts on one worker: start it by itself, not with {place.launcher}")
     print(f"{workers} virtual workers on one worker: the same model, only slower", flush=True)
     folder = Path(runs_dir) / study.name
     results = run_study(study, Path(runs_dir), per_device=per_device)

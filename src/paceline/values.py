@@ -58,12 +58,17 @@ def parse_every(text: str) -> tuple[int, float]:
     return (0, float(value)) if seconds else (int(value), 0.0)
 
 
-def parse_fractions(text: str) -> tuple[float, ...]:
-    """`--step-at` as numbers between 0 and 1, in order."""
+def parse_milestones(text: str) -> tuple[float, ...]:
+    """`--step-at` in order: numbers below 1 are fractions of the run, all others epochs; the two cannot be mixed."""
     try:
         values = tuple(sorted(float(each) for each in text.split(",")))
     except ValueError:
         values = (-1.0,)
-    if not all(0 < value < 1 for value in values):
-        raise UsageError(f"--step-at is {short(repr(text))}: it must be fractions of the run such as 0.5,0.75")
+    rule = "it must be fractions of the run (0.5,0.75) or epochs (30,60)"
+    if not all(0 < value <= _MOST_STEPS for value in values):
+        raise UsageError(f"--step-at is {short(repr(text))}: {rule}")
+    if values[0] < 1 <= values[-1]:
+        raise UsageError(
+            f"--step-at is {short(repr(text))}: {rule}, not both: numbers below 1 are fractions, others are epochs"
+        )
     return values

@@ -49,6 +49,8 @@ class Watcher:
     def step(self, row: Any) -> None:
         self.steps.append(dict(row))
 
+    def validating(self, epoch: int, done: int, total: int) -> None: ...
+
     def epoch(self, row: Any) -> None:
         self.epochs.append(dict(row))
 

@@ -143,7 +143,7 @@ def test_a_changed_run_is_not_resumed(runs: Path) -> None:
     changes = {
         "--virtual-workers was 4, is 2": [TASK, "--virtual-workers", "2"],
         "--seed was 0, is 1": [TASK, "--seed", "1"],
-        "--base-lr was 0.02, is 0.5; --epochs was 3, is 4": [TASK, "--base-lr", "0.5", "--epochs", "4"],
+        "--base-lr was 0.02, is 0.5": [TASK, "--base-lr", "0.5", "--epochs", "4"],
         "--reduce was exact, is fast": [TASK, "--reduce", "fast"],
         "the training or validation data is not the same": ["other.py"],
         "the model's parameters have other names or shapes": ["other.py:model"],
@@ -199,6 +199,20 @@ def test_adamw_and_dropout_on_four_numbers_of_workers(tmp_path: Path) -> None:
             name: value.tobytes() for name, value in calm.optimizer.items()
         }
         assert last.result.metrics == calm.result.metrics
+
+
+def test_a_finished_run_is_extended_on_other_workers(tmp_path: Path) -> None:
+    """Three epochs on one worker, two more on two: the model of five epochs."""
+    with world() as here:
+        calm = chain(here, tmp_path / "calm", None, schedule="constant")
+        assert calm is not None
+        assert chain(here, tmp_path / "x", None, schedule="constant", epochs=3) is not None
+    for last in run_workers(longer_chain, 2, tmp_path / "x"):
+        assert (last.result.model_sha256, last.result.metrics) == (calm.result.model_sha256, calm.result.metrics)
+
+
+def longer_chain(world: World, folder: Path) -> Trained | None:
+    return chain(world, folder, None, schedule="constant", epochs=5)
 
 
 def local_chain(world: World, folder: Path, stop_at: int | None) -> Trained | None:

@@ -302,7 +302,8 @@ def test_train_says_0_and_leaves_a_record(runs, capsys):
     assert cli.run([*MINI, "--name", "first"]) == 0
     assert "record in runs/first" in capsys.readouterr().out
     names = {path.name for path in (runs / "first").iterdir()}
-    assert names == {"config.toml", "environment.json", "metrics.jsonl", "course.csv", "model.safetensors", "result.json"}
+    files = {"config.toml", "environment.json", "metrics.jsonl", "course.csv", "model.safetensors", "result.json"}
+    assert names == {*files, "checkpoints"}
 
 
 def test_data_list_and_verify(capsys):

@@ -342,10 +342,11 @@ def test_betas_are_the_optimizers_own_unless_given():
     assert make_config({"optimizer": "novograd"}, {"optimizer": "lamb"}).beta1 == 0.9
 
 
-@pytest.mark.parametrize("text", ["", "half", "0,0.5", "0.5,1", "0.5;0.75"])
-def test_step_at_is_fractions_of_the_run(text):
-    with pytest.raises(UsageError, match="--step-at is"):
+@pytest.mark.parametrize("text", ["", "half", "0,0.5", "-1", "nan", "inf", "0.5,1", "0.5,30", "0.5;0.75"])
+def test_step_at_is_fractions_of_the_run_or_epochs(text):
+    with pytest.raises(UsageError, match=r"--step-at is .*: it must be fractions of the run \(0.5,0.75\) or epochs \(30,60\)"):
         Config(step_at=text)
+    assert Config(step_at="1,2.5").step_at == "1,2.5"
 
 
 @pytest.mark.parametrize("other", [{"sam_rho": 0.1}, {"measure_noise": True}, {"lr_rule": "adascale"}])

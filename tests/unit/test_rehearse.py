@@ -127,7 +127,7 @@ def test_what_it_prints_and_the_recipe_it_writes(runs, package, capsys):
     assert cli.run(argv) == 0
     out = capsys.readouterr().out
     assert out.startswith("2 virtual workers on one worker: the same model, only slower\n")
-    assert out.count("| 2 workers ") == 2
+    assert [out.count(f"\n2 workers {how} ") for how in ("as asked", "with batch-32")] == [1, 1]
     *_, asked, with_recipe, use = out.splitlines()
     assert asked.startswith("2 workers (global batch 32) would reach accuracy 0.")
     assert "(n 2) against 0." in asked

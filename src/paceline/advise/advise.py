@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import RecordError, UsageError
+from paceline.output import make_table
 from paceline.plan.cluster import HERE
 from paceline.plan.fields import load, own_flags, table_of, task_of, whole, words
 from paceline.plan.measured import Measured, read_measured
 from paceline.plan.plan import Plan, Request, check_number, make_plan
 from paceline.plan.target import doublings
 from paceline.plan.tradeoff import NoiseScale, examples_ratio, read_noise_scale, saved_by_doubling, steps_ratio
-from paceline.plan.words import bound_words, count_words, lay_out, number_words, time_words
+from paceline.plan.words import bound_words, count_words, number_words, time_words
 from paceline.records import read_metrics
 
 
@@ -135,7 +136,7 @@ def _table(facts: Facts) -> str:
             cells += _predicted_cells(predicted.get(workers))
         rows.append(cells)
     return (
-        lay_out(heads, rows)
+        make_table(heads, rows, left=0)
         + f"\n(steps and examples relative to the measured run, at a global batch of {facts.global_batch:,})"
     )
 

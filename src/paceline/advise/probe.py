@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.config import Config, check_options, flag, make_config, merge_options
 from paceline.errors import UsageError
+from paceline.output import plural
 from paceline.records import find_record, name_for
 from paceline.toml import read_recipe
 
@@ -48,7 +49,7 @@ def train_probe(task: str, options: Mapping[str, Any]) -> Path:
         defaults |= {"virtual_workers": math.gcd(batch, PARTS), "global_batch": batch}
     chosen = {**defaults, **options, "measure_noise": True}
     print(
-        f"no record named {task}: training the task for {chosen['epochs']} epochs to measure its noise scale",
+        f"no record named {task}: training the task for {plural(int(chosen['epochs']), 'epoch')} to measure its noise scale",
         flush=True,
     )
     return Path(train(task, **chosen).record)

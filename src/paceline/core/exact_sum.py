@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.output import plural
 
 _DIGITS = 3
 _CHUNK = 1 << 20  # values summed and sent at a time: 4 or 8 MiB, so that one chunk is sent while the next is summed
@@ -57,7 +58,9 @@ class ExactReducer:
         if not 1 <= parts <= MOST_PARTS:
             raise UsageError(f"{parts} parts: the exact sum takes 1 to {MOST_PARTS:,}")
         if parts < self._workers.size:
-            raise UsageError(f"{parts} parts for {self._workers.size} workers: an exact sum needs one or more per worker")
+            raise UsageError(
+                f"{plural(parts, 'part')} for {self._workers.size} workers: an exact sum needs one or more per worker"
+            )
         other = next((tensor.dtype for tensor in tensors if not tensor.is_floating_point()), None)
         if other is not None:
             raise UsageError(f"an exact sum cannot take gradients of {other}: use float parameters, or reduce fast")

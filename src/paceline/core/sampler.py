@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline.core.keys import key, keys_numpy
 from paceline.errors import UsageError
+from paceline.output import plural
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Sampler:
         check_divides(self.global_batch, self.parts)
         if self.samples < self.parts:
             raise UsageError(
-                f"{self.samples} training samples cannot feed {self.parts} virtual workers: each needs at least one per step"
+                f"{plural(self.samples, 'training sample')} cannot feed {self.parts} virtual workers: each needs at least one"
+                " per step"
             )
 
     def order(self, epoch: int) -> np.ndarray:

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from paceline.config import Config
-from paceline.values import parse_fractions
+from paceline.values import parse_milestones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,18 @@ class Schedule:
     warmup_from: float = 0.0
     peak_at: float = 0.3
     step_at: tuple[float, ...] = ()
+    """Where shape "step" drops: fractions of the run, or epochs if they are 1 or more."""
     step_factor: float = 0.1
+
+    @property
+    def drops_by_epoch(self) -> bool:
+        """Whether `step_at` holds epochs."""
+        return bool(self.step_at) and self.step_at[0] >= 1
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a longer run would have other learning rates in the steps that both have."""
+        return self.shape != "constant" and not (self.shape == "step" and self.drops_by_epoch)
 
     def lr(self, step: int) -> float:
         """The learning rate of step `step` (from 0)."""
@@ -39,7 +50,8 @@ class Schedule:
         if self.shape == "constant":
             return self.peak_lr
         if self.shape == "step":
-            return self.peak_lr * self.step_factor ** sum(step >= at * self.total_steps for at in self.step_at)
+            unit = self.steps_per_epoch if self.drops_by_epoch else self.total_steps
+            return self.peak_lr * self.step_factor ** sum(step >= at * unit for at in self.step_at)
         done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
         if self.shape == "linear":
             return self.peak_lr * (1 - done)
@@ -70,6 +82,6 @@ def make_schedule(config: Config, *, k: float, steps_per_epoch: int, total_steps
         warmup_steps=config.warmup_steps or round(config.warmup_epochs * steps_per_epoch),
         warmup_from=start if config.warmup_from is None else config.warmup_from,
         peak_at=config.peak_at,
-        step_at=parse_fractions(config.step_at),
+        step_at=parse_milestones(config.step_at),
         step_factor=config.step_factor,
     )

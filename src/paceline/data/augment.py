@@ -26,6 +26,15 @@ class Images:
     erase: float = 0.0
     seed: int = 0
 
+    def describe(self) -> str:
+        """What it does to training images, and how it scales all images."""
+        done = ["flip left to right"] if self.flip else []
+        done += [f"crop after padding by {self.crop}"] if self.crop else []
+        done += [f"erase with probability {self.erase:g}"] if self.erase else []
+        standard = f"standardized (mean {self.mean:g}, deviation {self.deviation:g})"
+        pixels = "in [0, 1]" if (self.mean, self.deviation) == (0, 1) else standard
+        return f"{', '.join(done) or 'none'}; pixels {pixels}"
+
     def __call__(self, batch: tuple[Tensor, ...], samples: Tensor, epoch: int | None) -> tuple[Tensor, ...]:
         return self.apply(batch, samples, None if epoch is None else self.epoch_key(epoch))
 

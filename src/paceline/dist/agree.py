@@ -40,7 +40,7 @@ def check_agreement(tensors: Mapping[str, Tensor], world: World, when: str, why:
         ranks = [str(rank) for rank, differs in enumerate(wrong.any(1).tolist()) if differs]
         raise WorkersDisagree(
             f"workers disagree {when}: {len(names)} of {len(tensors)} tensors differ (first: {names[0]}) between worker 0 and"
-            f" worker(s) {', '.join(ranks)}; {why}"
+            f" worker{'s' * (len(ranks) > 1)} {', '.join(ranks)}; {why}"
         )
 
 

@@ -41,7 +41,7 @@ from paceline.dist.restarts import Crew, FailedAttempt, newest_checkpoint, next_
 from paceline.errors import PacelineError, UsageError
 from paceline.explanation import Explanation, headline
 from paceline.loading import resume_collector
-from paceline.output import is_terminal, warn
+from paceline.output import is_terminal, plural, warn
 
 if TYPE_CHECKING:  # it imports torch
     from paceline.dist.agent import Exits, Meeting
@@ -94,12 +94,12 @@ def launch(command: Sequence[str], config: Config) -> Outcome:
             after = FailedAttempt(failure.rank, newest_checkpoint(record))
             last, (crew, why) = crew, next_crew(crew, before, after, config)
             if crew.workers < (config.min_workers or 1):
-                left = f"{crew.workers} device{'s' * (crew.workers != 1)} left, fewer than --min-workers {config.min_workers}"
+                left = f"{plural(crew.workers, 'device')} left, fewer than --min-workers {config.min_workers}"
                 outcome = replace(outcome, failure=replace(failure, text=f"{failure.text}; not restarted: {left}"))
                 break
             before = after if crew == last else None  # without one worker, the ranks above it move down
             total = crew.workers * config.nodes
-            news = f"restart {restart} of {config.max_restarts} on {total} worker{'s' * (total > 1)}{why}"
+            news = f"restart {restart} of {config.max_restarts} on {plural(total, 'worker')}{why}"
             warn(f"paceline: {failure.text.splitlines()[0]}; {news}")
             command = restart_command(command, crew, config, record)
             if config.nodes > 1:

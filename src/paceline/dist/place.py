@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.output import plural
 
 MESSAGES_VARIABLE = "PACELINE_MESSAGES"
 """Set by Paceline's launcher for its workers: the folder for messages between them (`messages.py`)."""
@@ -87,7 +88,8 @@ def check_workers(place: Place, workers: int | None) -> None:
     """Refuse a `--workers` that differs from the size of a world that another launcher started."""
     if place.launcher not in ("alone", "paceline") and workers not in (None, place.size):
         raise UsageError(
-            f"--workers {workers}, but {place.launcher} started {place.size} workers: omit --workers, or use the same number"
+            f"--workers {workers}, but {place.launcher} started {plural(place.size, 'worker')}: omit --workers, or use the"
+            " same number"
         )
 
 

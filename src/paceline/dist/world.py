@@ -20,6 +20,7 @@ from paceline.dist.meet import meet, meet_in_launcher_store
 from paceline.dist.messages import claim_first
 from paceline.dist.place import Place, core_count, cores_for_worker, meeting_point, read_place, threads_per_worker
 from paceline.errors import UsageError
+from paceline.output import plural
 
 _NOTE = "note"
 _worlds = itertools.count()  # numbers the worlds that this process has joined
@@ -206,8 +207,8 @@ def choose_device(place: Place, backend: str) -> tuple[torch.device, str]:
         bound_elsewhere = gpus == 1 and place.launcher in ("srun", "mpirun")  # each task may see its own GPU as device 0
         if place.local_size > gpus and not bound_elsewhere:
             raise UsageError(
-                f"{place.local_size} workers on a node with {gpus} GPU(s): use --workers {gpus}, or --backend gloo to share"
-                " them"
+                f"{place.local_size} workers on a node with {plural(gpus, 'GPU')}: use --workers {gpus}, or --backend gloo"
+                " to share them"
             )
     return torch.device("cuda", place.local_rank % gpus) if gpus else torch.device("cpu"), backend
 
@@ -224,9 +225,9 @@ def describe_devices(world: World) -> str:
         name = torch.cuda.get_device_name(world.device)
         shared = world.local_size > torch.cuda.device_count()
         return f"{world.size} x {name}" if not shared else f"{world.size} workers sharing {torch.cuda.device_count()} x {name}"
-    threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
-    workers = f"1 CPU worker, {threads}" if world.size == 1 else f"{world.size} CPU workers, {threads} each"
-    return f"{workers} ({len(world.node_cores) if world.node_cores else core_count()} cores, no GPU)"
+    each = " each" if world.size > 1 else ""
+    workers = f"{plural(world.size, 'CPU worker')}, {plural(torch.get_num_threads(), 'thread')}{each}"
+    return f"{workers} ({plural(len(world.node_cores) if world.node_cores else core_count(), 'core')}, no GPU)"
 
 
 def interfaces() -> dict[str, str]:

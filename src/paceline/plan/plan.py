@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.files import write_file
-from paceline.output import plural
+from paceline.output import make_table, plural
 from paceline.plan.cluster import ENDLESS, HERE, Cluster, find_cluster, list_presets
 from paceline.plan.draws import bars, draw
 from paceline.plan.fields import short
@@ -26,7 +26,6 @@ from paceline.plan.trust import find_doubt, find_warnings
 from paceline.plan.words import (
     BARS,
     count_words,
-    lay_out,
     list_words,
     money_words,
     number_words,
@@ -259,7 +258,7 @@ def introduce(plan: Plan) -> list[str]:
     if plan.request.cores == "none":
         more.append("each worker has its own device and shares no cores (--cores)")
     elif plan.request.cores:
-        more.append(f"all workers share {plan.request.cores} cores, on any number of nodes (--cores)")
+        more.append(f"all workers share {plural(int(plan.request.cores), 'core')}, on any number of nodes (--cores)")
     return [*lines, *(f"assumed: {each}" for each in (*measured.assumed, *more))]
 
 
@@ -269,7 +268,7 @@ def table(plan: Plan) -> str:
     timed, priced = (any(name in row for row in plan.rows) for name in ("time_s", "cost"))
     heads = ["workers", "nodes", "batch", f"{unit}/s", "low to high", "efficiency", "step ms", "exposed", "waiting"]
     heads += (["steps", "time", "low to high"] if timed else []) + (["cost"] if priced else [])
-    return lay_out(heads, [_cells(row, timed, priced) for row in plan.rows])
+    return make_table(heads, [_cells(row, timed, priced) for row in plan.rows], left=0)
 
 
 def conclude(plan: Plan) -> list[str]:

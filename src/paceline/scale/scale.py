@@ -22,7 +22,7 @@ from paceline.errors import RecordError, UsageError, reason
 from paceline.files import read_json, write_json
 from paceline.flags import to_flags
 from paceline.options import Role
-from paceline.output import is_terminal
+from paceline.output import is_terminal, plural
 from paceline.records import environment, name_for
 from paceline.scale.verdict import table, verdict
 from paceline.toml import read_recipe
@@ -52,7 +52,7 @@ def scale_verb(given: Mapping[str, Any]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(_threads(max(counts), found, folder)))
     with _bar(counts) as each:
         for count in each:
-            print(f"measuring {count * nodes} worker{'s' * (count * nodes > 1)} ...", flush=True)
+            print(f"measuring {plural(count * nodes, 'worker')} ...", flush=True)
             try:
                 _measure_there(task, {**every, "workers": count}, how)
             except KeyboardInterrupt:
@@ -117,8 +117,8 @@ def _threads(most: int, found: Mapping[str, Any], folder: Path) -> int:
     before = next((int(count["threads"]) for count in found.get("counts", []) if count.get("threads")), None)
     if before is not None and most * before > core_count() and before > 1:
         raise UsageError(
-            f"{folder} measured workers of {before} threads each, too many for {most} workers on {core_count()} cores:"
-            " measure all counts in one command, under another --name"
+            f"{folder} measured workers of {before} threads each, too many for {plural(most, 'worker')} on"
+            f" {plural(core_count(), 'core')}: measure all counts in one command, under another --name"
         )
     return before or max(1, core_count() // most)
 

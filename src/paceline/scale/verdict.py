@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.output import make_table, plural
 from paceline.records import COMPONENTS
 
 _GOOD, _WORTH_SAYING, _NOISE = 0.9, 0.15, 0.02
@@ -12,29 +13,34 @@ _GOOD, _WORTH_SAYING, _NOISE = 0.9, 0.15, 0.02
 
 def table(result: Mapping[str, Any]) -> str:
     """One row per number of workers: images/s against linear, then the components of a step's time."""
-    unit = f"{result['unit']}/s"
-    lines = [
-        f"{'workers':>8} {'batch':>7} {unit:>10} {'low to high':>21} {'speed-up':>9} {'of linear':>10}",
-        *(
-            f"{count['workers']:>8} {count['global_batch']:>7,} {count['samples_per_s']:>10,.0f}"
-            f" {count['low']:>10,.0f}{count['high']:>11,.0f} {count['speed_up']:>9.2f} {count['efficiency']:>10.0%}"
-            for count in result["counts"]
-        ),
-        "",
-        f"{'workers':>8} {'step, ms':>11}" + "".join(f"{name:>15}" for name in COMPONENTS),
-        *(
-            f"{count['workers']:>8} {1e3 * count['step_s']:>11.2f}"
-            + "".join(f"{_cell(count['components_s'][name], count['step_s']):>15}" for name in COMPONENTS)
-            for count in result["counts"]
-        ),
-    ]
-    windows = "/".join(map(str, sorted({len(count["windows"]) for count in result["counts"]})))
-    differ = max(abs(count["step_s"] / _window_s(count) - 1) for count in result["counts"])
+    counts = result["counts"]
+    heads = ["workers", "batch", f"{result['unit']}/s", "low to high", "speed-up", "of linear"]
+    speeds = make_table(heads, [_speed_cells(count) for count in counts], left=0)
+    heads = ["workers", "step, ms", *COMPONENTS]
+    steps = make_table(heads, [_step_cells(count) for count in counts], left=0)
+    windows = "/".join(map(str, sorted({len(count["windows"]) for count in counts})))
+    differ = max(abs(count["step_s"] / _window_s(count) - 1) for count in counts)
     note = f"{result['mode']} scaling; speeds are medians of {windows} windows; step times are means over workers, of separate"
     note += " timed steps" + (f", up to {differ:.0%} longer or shorter than those of the windows" if differ >= 0.02 else "")
-    fewest = result["counts"][0]["workers"]
+    fewest = counts[0]["workers"]
     note += f"; linear is relative to {fewest} workers, the fewest measured" if fewest > 1 else ""
-    return "\n".join([*lines, note])
+    return f"{speeds}\n\n{steps}\n{note}"
+
+
+def _speed_cells(count: Mapping[str, Any]) -> list[str]:
+    speeds = [f"{count['samples_per_s']:,.0f}", f"{count['low']:,.0f} to {count['high']:,.0f}"]
+    return [
+        f"{count['workers']}",
+        f"{count['global_batch']:,}",
+        *speeds,
+        f"{count['speed_up']:.2f}",
+        f"{count['efficiency']:.0%}",
+    ]
+
+
+def _step_cells(count: Mapping[str, Any]) -> list[str]:
+    components = [_cell(count["components_s"][name], count["step_s"]) for name in COMPONENTS]
+    return [f"{count['workers']}", f"{1e3 * count['step_s']:.2f}", *components]
 
 
 def _window_s(count: Mapping[str, Any]) -> float:
@@ -134,4 +140,4 @@ def _crowded(count: Mapping[str, Any], devices: str) -> bool:
 
 
 def _workers(count: Mapping[str, Any]) -> str:
-    return "1 worker" if count["workers"] == 1 else f"{count['workers']} workers"
+    return plural(count["workers"], "worker")

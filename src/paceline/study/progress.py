@@ -4,17 +4,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.files import write_json
-from paceline.output import is_terminal
+from paceline.files import write_file, write_json
+from paceline.output import is_terminal, plural
 from paceline.records import environment
 from paceline.spread import mean
 from paceline.status import Status
-from paceline.study.results import make_results, read_run
+from paceline.study.results import make_results, markdown, read_run
 from paceline.study.runs import Call, RunSpec, changed, explained, read_state, settled
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class Progress:
         study, self._slots = self._study, slots
         before = f", {len(self._printed)} already done" if self._printed else ""
         at_once = f", {slots} at a time" if slots > 1 else ""
-        arms = f"{_counted(study['arms'], 'arm')} x {_counted(study['seeds'], 'seed')}"
-        runs = f"{_counted(self._todo, 'run')}{before}{at_once}"
+        arms = f"{plural(len(study['arms']), 'arm')} x {plural(len(study['seeds']), 'seed')}"
+        runs = f"{plural(len(self._todo), 'run')}{before}{at_once}"
         print(f"{study['name']}: {arms} on {study['task']}: {runs}; records in {self._call.folder}", flush=True)
 
     def left(self) -> list[RunSpec]:
@@ -64,6 +64,8 @@ class Progress:
             for path, option in self._paths.items():
                 with explained(path.parent, option):
                     write_json(path, self._results, indent=1)
+            with explained(self._call.folder):
+                write_file(self._call.folder / "results.md", markdown(self._results))
         for run in new:
             if run.name in self._entries:  # if not, another process has just started it again
                 self._printed.add(run.name)
@@ -170,10 +172,6 @@ class Progress:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text, flush=True)
-
-
-def _counted(what: Sized, name: str) -> str:
-    return f"{len(what)} {name}{'s' * (len(what) != 1)}"
 
 
 def _last_epoch(record: Path) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.errors import RecordError, UsageError, reason
 from paceline.files import read_json
+from paceline.output import make_table
 from paceline.records import read_metrics, read_result
 from paceline.spread import LEGEND, Comparison, compare, deviation, mean, median
 from paceline.status import Status
@@ -62,6 +63,7 @@ def make_results(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], ab
     accuracy = not any(run["metrics"] for run in runs) or any("accuracy" in run["metrics"] for run in runs)
     return {
         "study": study,
+        "mini": bool(study.get("mini")),
         "metric": "accuracy" if accuracy else "loss",
         "per_device": max((run["per_device"] for run in runs), default=1),
         "environment": {
@@ -127,28 +129,53 @@ def final_values(results: Mapping[str, Any], arm: str) -> list[float]:
     return [run["metrics"][metric] for run in good if metric in run["metrics"]]
 
 
+MINI = "These numbers mean nothing: --mini trains a few steps of a small net, only to check that every arm's options work."
+"""Shown with the results of a mini study."""
+
+
 def table(results: Mapping[str, Any]) -> str:
+    """The results as an aligned table for a terminal, with a legend."""
+    heads, rows = _cells(results)
+    mini = f"{MINI}\n\n" if results.get("mini") else ""
+    return f"{mini}{make_table(heads, rows, left=2)}\n\n{_legend_of(results)}\n"
+
+
+def markdown(results: Mapping[str, Any]) -> str:
     """The results as a Markdown table, with a legend."""
+    heads, rows = _cells(results)
+    lines = [f"| {' | '.join(cell.replace('|', _BAR) for cell in row)} |" for row in (heads, *rows)]
+    lines.insert(1, "|---" * len(heads) + "|")
+    mini = [f"**{MINI}**", ""] if results.get("mini") else []
+    return "\n".join([*mini, *lines, "", _legend_of(results)]) + "\n"
+
+
+_BAR = "\\|"  # in a Markdown cell
+
+
+def _cells(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The table's heads and rows. The verdict comes right after the arm's name."""
     study, metric = results["study"], results["metric"]
     reference, target = study["reference"], study["target_accuracy"]
-    heads = ["arm", "global batch", "V", "peak lr", f"{metric}, mean ± sd (n)", "failed"]
+    heads = ["arm", f"against {_plain(reference)}", f"{metric}, mean ± sd (n)", "failed"]
     heads += [f"median time to {target:g}"] if target else []
-    heads += [f"against {_plain(reference)}"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    heads += ["global batch", "V", "peak lr"]
+    rows = []
     for arm in study["arms"]:
         runs = [run for run in results["runs"] if run["arm"] == arm]
-        values = final_values(results, arm)
         facts: Mapping[str, Any] = next((run["contract"] for run in runs if run["contract"]), {})
-        cells = [_plain(arm), _number(facts.get("global_batch"), ","), _number(facts.get("virtual_workers"), "")]
-        cells += [_number(facts.get("peak_lr"), ".4g"), spread_words(values), str(len(_lost(results, arm)))]
+        verdict = "-" if arm == reference else difference_words(compare_arm(results, arm), metric)
+        cells = [_plain(arm), verdict, spread_words(final_values(results, arm)), str(len(_lost(results, arm)))]
         if target:
             times = [run["time_to_target_s"] for run in runs if Status(run["status"]).good]
             times = [time for time in times if time is not None]
             cells.append(f"{f'{median(times):.3g} s' if times else '-'} ({len(times)} of {len(runs)})")
-        cells.append("-" if arm == reference else difference_words(compare_arm(results, arm), metric))
-        lines.append(f"| {' | '.join(cells)} |")
-    shared = results.get("per_device", 1)  # older results do not have it
-    return "\n".join([*lines, "", legend(metric, study["margin"], shared)]) + "\n"
+        cells += [_number(facts.get("global_batch"), ","), _number(facts.get("virtual_workers"), "")]
+        rows.append([*cells, _number(facts.get("peak_lr"), ".4g")])
+    return heads, rows
+
+
+def _legend_of(results: Mapping[str, Any]) -> str:
+    return legend(results["metric"], results["study"]["margin"], results.get("per_device", 1))  # older results do not have it
 
 
 def legend(metric: str, margin: float, shared: int) -> str:
@@ -189,7 +216,7 @@ def _count(results: Mapping[str, Any], arm: str) -> int:
 
 def _plain(name: str) -> str:
     """A name from a file, as text for a cell."""
-    return "".join(c if c.isprintable() else "?" for c in name).replace("|", "\\|")
+    return "".join(c if c.isprintable() else "?" for c in name)
 
 
 def _number(value: Any, form: str) -> str:

@@ -24,6 +24,7 @@ from paceline.dist.place import threads_per_worker
 from paceline.dist.process import python_command
 from paceline.errors import PacelineError, Stopped, UsageError
 from paceline.files import read_json, write_json
+from paceline.output import plural
 from paceline.status import Status
 from paceline.study.progress import Progress
 from paceline.study.runs import Call, RunSpec, claim, explained, perform, read_state, settled
@@ -55,7 +56,8 @@ def do_runs(
         progress.update()
         why = "SIGTERM" if isinstance(error, Stopped) and error.exit_code != 130 else "Ctrl-C"
         done = len(todo) - len(progress.left())
-        raise Stopped(f"stopped by {why}: {done} of {len(todo)} runs are done; run the same command to continue", why) from None
+        of = f"{plural(len(todo), 'run')} {'is' if len(todo) == 1 else 'are'} done"
+        raise Stopped(f"stopped by {why}: {done} of {of}; run the same command to continue", why) from None
     return progress.update()
 
 

@@ -64,6 +64,8 @@ class Study:
     margin: float = 0.005
     target_accuracy: float | None = None
     about: str = ""
+    mini: bool = False
+    """Made by `shrink`: its results mean nothing."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reference", self.reference or self.arms[0].name)
@@ -209,7 +211,7 @@ def shrink(study: Study) -> Study:
             options["norm_part"] = min(int(options["norm_part"]), 4)
         arms.append(replace(arm, options=options))
     task = study.task if own else "fashion-mnist-mini"
-    return replace(study, name=f"{study.name}-mini", task=task, seeds=study.seeds[:1], arms=tuple(arms))
+    return replace(study, name=f"{study.name}-mini", task=task, seeds=study.seeds[:1], arms=tuple(arms), mini=True)
 
 
 def list_runs(study: Study) -> list[RunSpec]:

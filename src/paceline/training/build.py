@@ -20,6 +20,7 @@ from paceline.core.norms import PartNorm, can_group, group_batch_norms
 from paceline.core.parts import Parts, Step
 from paceline.core.sampler import Sampler
 from paceline.core.sync_norm import replace_sync_batch_norms
+from paceline.data.augment import Images
 from paceline.data.conversion import name_type
 from paceline.data.loaders import Arrays, Loader, Resident, make_loader
 from paceline.dist.agree import any_reason, check_agreement
@@ -27,7 +28,7 @@ from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
 from paceline.optim.muon import describe_split
-from paceline.output import plural
+from paceline.output import plural, stages
 from paceline.training.dataset import count_samples, load_data
 from paceline.training.forward import Forward
 from paceline.training.gradients import Sam
@@ -36,7 +37,7 @@ from paceline.training.local import first_local_step
 from paceline.training.precision import choose_precision
 from paceline.training.task import Task
 from paceline.training.task_fields import Data, check_made_model
-from paceline.training.terms import make_contract, make_steps
+from paceline.training.terms import describe_batch, make_contract, make_steps
 from paceline.training.trial import Trial
 from paceline.training.update import Update
 
@@ -123,10 +124,13 @@ def build(task: Task, config: Config, world: World) -> Run:
 
 
 def _build(task: Task, config: Config, world: World) -> Run:
+    stages.enter("reading the data")
     train, validation, data_sha256 = load_data(task, config, world)
     sampler, schedule = make_steps(config, world, count_samples(train))
+    stages.enter("building the model")
     trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world)
     model, grouping, notes = _make_model(trial)
+    notes = (*describe_batch(sampler, schedule), *notes)
 
     def load(data: Data) -> Loader:
         return make_loader(
@@ -164,11 +168,12 @@ def _build(task: Task, config: Config, world: World) -> Run:
         "unit": task.unit,
         "model": config.model or type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "data": getattr(train, "about", "") or f"{type(train).__name__} of {count_samples(train):,} samples",
+        "data": getattr(train, "about", "") or f"{type(train).__name__} of {plural(count_samples(train), 'sample')}",
         "train_samples": count_samples(train),
         "validation_samples": validation_samples,
         "loader": "on the device" if isinstance(loader, Resident) else "streamed",
         "parts": grouping.why,
+        "augmentation": _describe_augmentation(task, config, train),
         "record": "none",
     }
     return Run(
@@ -184,6 +189,15 @@ def _build(task: Task, config: Config, world: World) -> Run:
         contract=make_contract(config, world, sampler, schedule, about),
         notes=notes,
     )
+
+
+def _describe_augmentation(task: Task, config: Config, train: Arrays | Dataset[Any]) -> str:
+    if task.prepare is None:
+        return "none" if isinstance(train, Arrays) else "none here; the task's own data set may have some"
+    if not isinstance(task.prepare, Images):
+        return "the task's own prepare"
+    smoothed = f"; label smoothing {config.label_smoothing:g}" if config.label_smoothing else ""
+    return task.prepare.describe() + smoothed
 
 
 def _make_model(trial: Trial) -> tuple[nn.Module, Grouping, tuple[str, ...]]:

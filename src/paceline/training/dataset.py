@@ -28,6 +28,7 @@ from paceline.dist.agree import check_agreement, fingerprints
 from paceline.dist.process import die_with_parent
 from paceline.dist.world import World
 from paceline.errors import UsageError, WorkersDisagree
+from paceline.output import plural
 from paceline.training.task import Task
 from paceline.training.task_fields import Data, check_data, check_length, is_factory
 
@@ -69,9 +70,8 @@ def load_data(task: Task, config: Config, world: World) -> tuple[Data, Data | No
         if not isinstance(train, Arrays):
             raise UsageError("--train-samples needs data in Arrays; use torch.utils.data.Subset for your Dataset instead")
         if config.train_samples > count_samples(train):
-            raise UsageError(
-                f"--train-samples is {config.train_samples}: task {task.name} has {count_samples(train)} training samples"
-            )
+            has = plural(count_samples(train), "training sample")
+            raise UsageError(f"--train-samples is {config.train_samples}: task {task.name} has {has}")
         train = train.first(config.train_samples)
     for data, which in ((train, "training"), (validation, "validation")):
         if data is not None and not count_samples(data):

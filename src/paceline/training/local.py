@@ -22,6 +22,7 @@ from paceline.core.exact_sum import Workers
 from paceline.core.parts import Step
 from paceline.core.schedules import Schedule
 from paceline.data.loaders import Inputs
+from paceline.output import plural
 from paceline.training.step import Executor, Requests, TrainStep
 
 Tensors = dict[tuple[int, str], Tensor]
@@ -86,7 +87,7 @@ class LocalSteps:
         self._said = True
         after = f"after step {self._first}" if self._first else "from the first step on"
         plainly = "" if self._before is self._step else " These steps are not replayed from a CUDA graph."
-        every = "step" if self._every == 1 else f"{self._every} steps"
+        every = "step" if self._every == 1 else plural(self._every, "step")
         self._say(f"{after} each of the {self._parts} parts trains by itself, averaged every {every}.{plainly}")
 
     def _train(self, passes: list[Pass], inputs: Iterator[Inputs], row: Tensor, step_samples: int) -> None:

@@ -5,8 +5,9 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from paceline.dist.agree import check_agreement
 from paceline.dist.watch import Watch
 from paceline.errors import Diverged, PacelineError, RecordError, Stopped, refuse_exit
 from paceline.explanation import explain, note_record
+from paceline.output import stages
 from paceline.status import Status
 from paceline.training.build import Run
 from paceline.training.capture.captured import CapturedStep, capture
 from paceline.training.checkpoint.keeper import Keeper, Progress
 from paceline.training.local import LocalSteps, with_local_steps
-from paceline.training.meter import Meter
+from paceline.training.meter import EpochMeans, Meter
 from paceline.training.observers import Observer, Result
 from paceline.training.step import Executor, TrainStep
 from paceline.training.task_checks import TaskChecks
@@ -49,7 +51,8 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
     with deterministic(run.config.reduce == "exact"), closing(keeper):
         progress = keeper.restore() or Progress(result=Result(status=Status.FAILED, metrics={}))
         progress.result = replace(progress.result, record=run.contract.record)
-        contract = replace(run.contract, resumed_at=progress.step if keeper.resumes else None)
+        progress.aim(run.config.target_accuracy)
+        contract = replace(run.contract, resumed_at=progress.step if keeper.resumes else None, extended=keeper.extended)
         for observer in observers:
             observer.start(contract)
         try:
@@ -123,6 +126,8 @@ class _Fit:
         for note in run.notes:
             self._say(note)
         # Only this frame refers to the graphs: NCCL does not end while a graph lives that holds some of its work.
+        if run.world.device.type == "cuda" and run.config.fast != "off":
+            stages.enter("capturing the step as a CUDA graph")
         captured = capture(run, self.step, progress.step, self._say)
         executor = with_local_steps(self.step, captured, run.local_from, run.config.local_steps, self._say)
         validation = Validation(run, self.step, captured) if run.validation is not None else None
@@ -133,6 +138,7 @@ class _Fit:
             self.profile = Profile(run, self.clock, progress.step, isinstance(captured, CapturedStep))
         if self.watch:
             self.watch.mark(progress.step, "data")
+        stages.stop()
         for epoch in range(progress.epoch, run.config.epochs):
             self._train_epoch(epoch, executor)
             if self._validate(epoch, validation, averaged):
@@ -180,6 +186,7 @@ class _Fit:
     def _validate(self, epoch: int, validation: Validation | None, averaged: Averaged | None) -> bool:
         """Validate after an epoch, if the task has data for it, and tell the observers. Whether the run is over."""
         run, progress, config = self.run, self.progress, self.run.config
+        before, trained = replace(progress), progress.means.read()
         self.step.checks.end_epoch()
         samples = int(run.sampler.step_bounds[progress.step - epoch * run.sampler.steps])
         samples_per_s = samples / progress.epoch_time_s
@@ -188,7 +195,7 @@ class _Fit:
         check_agreement({**run.model.state_dict(), **run.kept()}, run.world, f"after epoch {epoch + 1}")
         if averaged is not None:
             averaged.put_in(epoch)
-        metrics = {} if validation is None else validation(epoch)
+        metrics = {} if validation is None else validation(epoch, partial(self._tell_validating, epoch))
         if validation is not None:
             self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss", self._most_loss())
         row = {
@@ -197,6 +204,7 @@ class _Fit:
             "time_s": progress.train_time_s,
             "epoch_time_s": progress.epoch_time_s,
             "samples_per_s": samples_per_s,
+            **{f"train_{name}": value for name, value in trained.items()},
             **{f"val_{name}": value for name, value in metrics.items()},
             **({"noise_scale": self.noise_scale} if self.noise_scale is not None else {}),
         }
@@ -210,13 +218,29 @@ class _Fit:
             samples_per_s=samples_per_s,
             metrics=metrics,
         )
-        progress.epoch, progress.epoch_time_s = epoch + 1, 0.0
+        progress.epoch, progress.epoch_time_s, progress.means = epoch + 1, 0.0, EpochMeans()
         hit = config.target_accuracy and metrics["accuracy"] >= config.target_accuracy
         progress.hits = progress.hits + 1 if hit else 0
         over = progress.hits >= config.patience or progress.step >= run.update.schedule.total_steps
         if averaged is not None and not over:
             averaged.take_out()
+        if over:
+            self._save_last(before, averaged)
         return over
+
+    def _tell_validating(self, epoch: int, done: int, total: int) -> None:
+        for observer in self.observers:
+            observer.validating(epoch + 1, done, total)
+
+    def _save_last(self, before: Progress, averaged: Averaged | None) -> None:
+        """Write the checkpoint from which the finished run can be extended. Collective: call on every rank.
+
+        Like all others it is from before the validation, which an extended run repeats: `--max-steps` may have ended the run
+        within an epoch, and a longer run validates only at the end of that epoch.
+        """
+        with averaged.aside() if averaged is not None else nullcontext():
+            self.step.mark("reduce")  # all workers' statistics are gathered
+            self.keeper.save_last(before)
 
     def _checks_after(self, step: int) -> bool:
         """Whether workers compare their weights after this many steps."""
@@ -275,6 +299,8 @@ class _Fit:
             self.save_requested |= save > 0
             self.stop_requested |= stop > 0
             self._check_finite(metrics["loss"], step, epoch)
+            first, bounds = step - epoch * run.sampler.steps, run.sampler.step_bounds
+            progress.means.add(metrics, int(bounds[first + 1] - bounds[first]))
             progress.last_loss = metrics["loss"]
             if progress.first_loss is None:
                 progress.first_loss = metrics["loss"]

@@ -1,13 +1,31 @@
 """Read each step's metrics without waiting for the GPU."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.dist.world import World
+
+
+@dataclass
+class EpochMeans:
+    """Means over an epoch's samples so far. A checkpoint holds them, so that a resumed run has the same ones."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    samples: int = 0
+
+    def add(self, metrics: Mapping[str, float], samples: int) -> None:
+        """Add a step's means, which are over this many samples."""
+        self.sums = {name: self.sums.get(name, 0.0) + samples * value for name, value in metrics.items()}
+        self.samples += samples
+
+    def read(self) -> dict[str, float]:
+        """The means; empty before the first step."""
+        return {name: total / self.samples for name, total in self.sums.items()}
 
 
 class Meter:

@@ -1,8 +1,9 @@
 """Observers of a run: the printer, the recorder, a tracker. The loop calls them on rank 0 and knows nothing else about them."""
 
 import errno
-import importlib.util
 import json
+import shutil
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -10,11 +11,12 @@ from typing import Any, Protocol, cast
 
 from torch import nn
 
-from paceline.config import Config
+from paceline.config import Config, make_config
 from paceline.contract import Contract
 from paceline.errors import PacelineError, RecordError, UsageError
 from paceline.explanation import explain
-from paceline.output import try_say, warn
+from paceline.files import read_json
+from paceline.output import plural, try_say, warn
 from paceline.records import Record, environment
 from paceline.status import Status
 from paceline.toml import read_toml, to_toml
@@ -85,6 +87,9 @@ class Observer(Protocol):
     def step(self, row: Row) -> None:
         """Every `log_every` steps."""
 
+    def validating(self, epoch: int, done: int, total: int) -> None:
+        """When a chunk of a validation starts: the `done`-th of rank 0's `total`."""
+
     def epoch(self, row: Row) -> None:
         """After each epoch's validation."""
 
@@ -98,6 +103,12 @@ class Observer(Protocol):
         """Once, however the run ended; with the model if it is worth keeping."""
 
 
+_LASTING = ("epochs", "max_steps", "target_accuracy", "patience")
+"""Options that decide when a run ends. A resumed run can have other ones."""
+_FOLLOWS = ("epochs", "total_steps", "warmup")
+"""Fields of a contract that follow from them."""
+
+
 class Recorder:
     """Writes the record."""
 
@@ -106,8 +117,13 @@ class Recorder:
 
     def start(self, contract: Contract) -> None:
         if contract.resumed_at is not None:
-            self._record.resume(contract.resumed_at, {**environment(), "contract": contract.as_dict()})
+            old = self._read_lasting()
+            new = {name: getattr(self._config, name) for name in old}
+            was = {"was": old} if old != new else {}
+            self._record.resume(contract.resumed_at, {**environment(), "contract": contract.as_dict(), **was})
             self._describe(contract)
+            if was:
+                self._rewrite(new, contract)
             return
         try:
             self._describe(contract)
@@ -131,10 +147,31 @@ class Recorder:
         try:
             read_toml(self._record.path / "config.toml", "config.toml")
         except UsageError:
-            self._record.write("config.toml", f"# paceline train {contract.task} --recipe THIS_FILE\n{to_toml(resolved)}")
+            self._write_config(resolved, contract)
         if not (self._record.path / "environment.json").exists():
             about = {**environment(), "task": self._task, "contract": contract.as_dict()}
             self._record.write("environment.json", json.dumps(about, indent=2) + "\n")
+
+    def _read_lasting(self) -> dict[str, Any]:
+        """How long the record's config.toml says that the run trains; empty if it cannot be read."""
+        with suppress(UsageError):
+            recorded = make_config(read_toml(self._record.path / "config.toml", "config.toml"))
+            return {name: getattr(recorded, name) for name in _LASTING}
+        return {}
+
+    def _rewrite(self, lasting: Mapping[str, Any], contract: Contract) -> None:
+        """Let config.toml and environment.json say how long the run trains now. What they said is in the `resume` row."""
+        old = read_toml(self._record.path / "config.toml", "config.toml")
+        self._write_config(make_config({**old, **lasting}), contract)
+        path = self._record.path / "environment.json"
+        with suppress(OSError, ValueError, AttributeError):
+            about = read_json(path)
+            new = {name: value for name, value in contract.as_dict().items() if name in _FOLLOWS}
+            about["contract"] = {**about.get("contract", {}), **new}
+            self._record.write(path.name, json.dumps(about, indent=2) + "\n")
+
+    def _write_config(self, config: Config, contract: Contract) -> None:
+        self._record.write("config.toml", f"# paceline train {contract.task} --recipe THIS_FILE\n{to_toml(config)}")
 
     def say(self, text: str) -> None:
         self._record.row({"kind": "note", "text": text})
@@ -146,6 +183,9 @@ class Recorder:
 
     def step(self, row: Row) -> None:
         self._record.row({"kind": "step", **row})
+
+    def validating(self, epoch: int, done: int, total: int) -> None:
+        pass
 
     def epoch(self, row: Row) -> None:
         self._record.row({"kind": "epoch", **row})
@@ -185,15 +225,28 @@ class Recorder:
             raise RecordError(f"cannot write {target}: {why}; free some space or choose another --runs-dir") from error
 
 
+def left_words(seconds: float) -> str:
+    """`42 s`; from 100 s on hours, minutes and seconds: `0:02:05`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60:,}:{minutes % 60:02}:{rest:02}"
+
+
 class Printer:
     """Prints the contract, one line per epoch, and the end; on a terminal also progress within the epoch."""
 
-    def __init__(self, unit: str, terminal: bool, failed: Callable[[str], None] = lambda text: None) -> None:
-        self._unit, self._terminal = unit, terminal
+    def __init__(
+        self, unit: str, terminal: bool, failed: Callable[[str], None] = lambda text: None, course: bool = False
+    ) -> None:
+        """With `course`, the line of an epoch has the course's six fields only."""
+        self._unit, self._terminal, self._course = unit, terminal, course
         self._failed, self._silent = failed, False
         """Called once, when printing fails; whether it has failed."""
         self._total = self._per_epoch = self._workers = 1
         self._record = ""
+        self._told_s = 0.0
+        """When progress of a validation was last shown."""
         self._reported: tuple[str, ...] | None = None
         self._last: tuple[str, ...] = ()
         """What slowed the run down: as last printed, and at the last look."""
@@ -226,9 +279,29 @@ class Printer:
         done, step = row["step"], row["step"] % self._per_epoch or self._per_epoch
         left = row["time_s"] / done * (self._total - done)
         # Not rich: its thread redraws ten times a second, which takes time from the step.
-        bar = "=" * (20 * step // self._per_epoch)
-        text = f"epoch {row['epoch']} [{bar:<20}] {step}/{self._per_epoch}  loss {row['loss']:.4f}  about {left:.0f} s left"
+        self._show(f"epoch {row['epoch']}", step, self._per_epoch, f"loss {row['loss']:.4f}", f"about {left_words(left)} left")
+
+    def _show(self, what: str, done: int, total: int, *more: str) -> None:
+        """Replace the progress line. On a narrow terminal leave out the bar, then what comes after it: a line must not wrap."""
+        bar, count = "=" * (20 * done // total), f"{done}/{total}"
+        room = shutil.get_terminal_size().columns - 1
+        shorter = ["  ".join((f"{what} {count}", *more[:kept])) for kept in range(len(more), -1, -1)]
+        texts = ["  ".join((f"{what} [{bar:<20}] {count}", *more)), *shorter]
+        text = next((text for text in texts if len(text) <= room), texts[-1][: max(0, room)])
         self._print(f"\r{text}\x1b[K", end="")
+
+    def validating(self, epoch: int, done: int, total: int) -> None:
+        """Show how far a long validation is: twice a second on a terminal, otherwise with a line every 30 s."""
+        now = time.monotonic()
+        if done == 1:
+            self._told_s = now
+        if now - self._told_s < (0.5 if self._terminal else 30.0):
+            return
+        self._told_s = now
+        if self._terminal:
+            self._show(f"epoch {epoch} validation", done, total)
+        else:
+            self._line(f"epoch {epoch}: validation, {done} of {total} batches")
 
     def epoch(self, row: Row) -> None:
         unit = self._unit.capitalize()
@@ -238,6 +311,8 @@ class Printer:
             f"Epoch Time = {row['epoch_time_s']:.3f}",
             f"{unit}/sec = {row['samples_per_s']:.1f}",
         ]
+        if "train_loss" in row and not self._course:
+            words.append(f"Training Loss = {row['train_loss']:.4f}")
         others = [name for name in row if name.startswith("val_")]
         words += [f"Validation {name[4:].replace('_', ' ').title()} = {row[name]:.4f}" for name in others]
         if "noise_scale" in row:
@@ -263,11 +338,12 @@ class Printer:
 
     def end(self, result: Result, model: nn.Module | None) -> None:
         if result.status not in (Status.DONE, Status.TARGET_REACHED):
-            self._line(f"{result.status} after {result.steps} steps; the record so far is in {result.record}")
+            self._line(f"{result.status} after {plural(result.steps, 'step')}; the record so far is in {result.record}")
             return
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
         reached = f": {metrics}" if metrics else " without validation"
-        self._line(f"{result.status}{reached} after {result.epochs} epochs, {result.train_time_s:.1f} s of training")
+        epochs = plural(result.epochs, "epoch")
+        self._line(f"{result.status}{reached} after {epochs}, {result.train_time_s:.1f} s of training")
         agree = f", all {self._workers} workers agree" if self._workers > 1 else ""
         self._line(f"model {result.model_sha256[:16]}{agree}; record in {result.record}")
 
@@ -285,63 +361,3 @@ class Printer:
             self._failed(
                 "the output could not be printed and is left out from here on: its reader is gone, or its disk is full"
             )
-
-
-def check_tensorboard() -> None:
-    """Raise a UsageError if TensorBoard is not installed, before anything is loaded or written."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise UsageError("--tracker tensorboard: TensorBoard is not installed; pip install 'paceline[trackers]'")
-
-
-class TensorBoard:
-    """Writes to TensorBoard, in the record's folder. A full disk ends the tracker, not the run."""
-
-    def __init__(self, folder: str, failed: Callable[[str], None] = lambda text: None) -> None:
-        self._folder, self._failed, self._writer = folder, failed, cast(Any, None)
-
-    def start(self, contract: Contract) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # A resumed run repeats some steps: purge_step hides the old points from the first of these on.
-        repeated = None if contract.resumed_at is None else contract.resumed_at + 1
-        try:
-            self._writer = SummaryWriter(self._folder, purge_step=repeated)
-        except OSError as error:
-            self._give_up(error)
-        lines = "\n".join(f"    {what}: {text}" for what, text in contract.lines())
-        self._try(lambda writer: writer.add_text("contract", lines))
-
-    def say(self, text: str) -> None:
-        pass
-
-    def step(self, row: Row) -> None:
-        self._add({f"train/{name}": row[name] for name in ("loss", "lr")}, row["step"])
-
-    def epoch(self, row: Row) -> None:
-        shown = {name: value for name, value in row.items() if name.startswith("val_") or name == "samples_per_s"}
-        self._add({name.replace("val_", "validation/"): value for name, value in shown.items()}, row["step"])
-
-    def health(self, row: Row) -> None:
-        self._add({f"step/{name}_s": value for name, value in row["components_s"].items()}, row["step"])
-
-    def timeline(self, timeline: Row) -> None:
-        pass
-
-    def end(self, result: Result, model: nn.Module | None) -> None:
-        self._try(lambda writer: writer.close())
-
-    def _add(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._try(lambda writer, name=name, value=value: writer.add_scalar(name, value, step))
-
-    def _try(self, write: Callable[..., Any]) -> None:
-        """Write, unless writing has failed before."""
-        try:
-            if self._writer is not None:
-                write(self._writer)
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        self._writer = None
-        self._failed(f"the tracker cannot be written and is left out from here on: {error.strerror or error}")

@@ -26,6 +26,7 @@ from paceline.dist.process import signal_name
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.files import read_json, write_json
+from paceline.output import stages
 
 _CLEARLY_FASTER = 0.9
 TRIAL_THREADS = 1
@@ -93,6 +94,7 @@ def try_bf16(threads: int, limit_s: float = TRIAL_S, *, code: str = "", again: b
     if not again and (known := _known.get(name) or _read_cache(name)):
         _known[name] = known
         return known
+    stages.enter("trying bf16")
     found = _known[name] = run_trial(threads, code, limit_s)
     if not found.failure:  # next time a busy machine, or one without free memory, may have an answer
         _write_cache(name, {**asdict(found), "identity": identity})

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +14,28 @@ from paceline.core.deal import check_parts
 from paceline.core.sampler import check_divides
 from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, WorkerFailed, launch
 from paceline.dist.messages import send_record_path
-from paceline.dist.place import Place, check_workers, read_place
+from paceline.dist.place import check_workers, read_place
 from paceline.dist.watch import Watch
 from paceline.dist.world import World, world
-from paceline.errors import PacelineError, RecordError, Stopped, UsageError
+from paceline.errors import PacelineError, Stopped, UsageError
 from paceline.explanation import Explanation
 from paceline.flags import to_flags
 from paceline.loading import load_rest
 from paceline.options import Role
-from paceline.output import is_terminal, say
-from paceline.records import Record, close_cut_short, count_odd_lines, find_unfinished, read_result
+from paceline.output import is_terminal, plural, stages
+from paceline.records import Record, close_cut_short, count_odd_lines, read_result
 from paceline.status import Status
-from paceline.toml import read_recipe, read_toml
 from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.checkpoint.keeper import FOLDER, REFUSED, Keeper, check_unchanged
+from paceline.training.earlier import Earlier, find_earlier, other_task, task_name
 from paceline.training.loop import fit
-from paceline.training.observers import Observer, Printer, Recorder, Result, TensorBoard, check_tensorboard
+from paceline.training.observers import Observer, Printer, Recorder, Result
 from paceline.training.task import Task
+from paceline.training.tracker import TensorBoard, check_tensorboard
 
 _AFTER_WATCH_S = 10.0
 """How much later than the watch the backend gives up on a silent worker: the watch can say which worker hangs, and where."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Earlier:
-    """The record that `--resume` continues, if there is one."""
-
-    record: str = ""
-    """Its folder; empty for a new run."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Those of its options that a resumed run takes over unless they are given again."""
-    result: dict[str, Any] | None = None
-    """How it ended, if there is nothing left to do."""
 
 
 def train(task: str | Task, config: Config | None = None, **options: Any) -> Result:
@@ -67,7 +56,7 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
     earlier = None
     if place.launcher == "alone":
         if launched.resume:
-            earlier = _find_earlier(task, launched, place)
+            earlier = find_earlier(task, launched, place, options)
             if earlier.result is not None:
                 return Result.read(earlier.result)
             options = {**merge_options(earlier.options, options), "resume": earlier.record}
@@ -75,41 +64,25 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
         if _needs_launcher(launched):
             return _train_in_workers(task, options, launched)
     load_rest()
+    stages.enter("meeting the other workers" if place.size > 1 else "preparing the run")
     with world(launched.backend, launched.timeout_s + _AFTER_WATCH_S) as here:
         if here.is_main and earlier is None:
-            earlier = _find_earlier(task, launched, place, restarted=here.read_restart_note())
+            earlier = find_earlier(task, launched, place, options, restarted=here.read_restart_note())
         earlier = Earlier(**here.broadcast(earlier and vars(earlier)))
         if earlier.result is not None:
             return Result.read(earlier.result)
         if earlier.options.get("precision") and options.get("precision") == "auto":
             options = {**options, "precision": earlier.options["precision"]}  # what auto chose when the run started
+        stages.enter("loading the task")
         made, config = tasks.resolve(task, merge_options(earlier.options, options))
+        if earlier.task and made.name != earlier.task:
+            raise other_task(earlier.record, earlier.task, made.name)
         check_unchanged(earlier.options, config)
         if config.tracker == "tensorboard":
             check_tensorboard()
         with build(made, config, here) as run, Watch(here.rank, config.timeout_s, config.grace_s) as watch:
-            run, observers, keeper = _open_record(run, made, _task_name(task), earlier.record)
+            run, observers, keeper = _open_record(run, made, task_name(task), earlier.record)
             return fit(run, observers, keeper, watch)
-
-
-def find_resumable(task: str | Task, config: Config) -> Path | None:
-    """The record that `--resume` means, or None if there is no record to continue."""
-    runs = Path(config.runs_dir)
-    if config.resume == "auto":
-        if config.name:
-            return runs / config.name if _is_record(runs / config.name) else None
-        found, busy = find_unfinished(runs, _task_name(task))
-        for path in busy:
-            say(f"note: {path} is skipped: another run is writing to it")
-        return found
-    for path in (Path(config.resume), runs / config.resume):
-        if _is_record(path):
-            return path
-    raise UsageError(f"--resume {config.resume}: no record of that name, neither here nor in {runs}")
-
-
-def _is_record(path: Path) -> bool:
-    return any((path / name).exists() for name in ("metrics.jsonl", FOLDER, "config.toml"))
 
 
 def _launch_config(options: Mapping[str, Any]) -> Config:
@@ -125,71 +98,6 @@ def _needs_launcher(config: Config) -> bool:
     if config.global_batch is not None:
         check_divides(config.global_batch, parts)
     return workers > 1 or bool(config.max_restarts)
-
-
-def _find_earlier(task: str | Task, config: Config, place: Place, restarted: str = "") -> Earlier:
-    """What to continue. Rank 0 calls this: other ranks may have no access to the folder.
-
-    `restarted` is the record of this run if torchrun has restarted its workers.
-    """
-    if not restarted and not config.resume:
-        return Earlier()
-    record = Path(restarted) if restarted else find_resumable(task, config)
-    if record is None:
-        say(f"nothing to resume in {config.runs_dir}: starting a new run")
-        return Earlier()
-    result = _read_finished(record, place)
-    return Earlier(result=vars(result)) if result else Earlier(record=str(record), options=_recorded_options(record, place))
-
-
-def _read_finished(record: Path, place: Place) -> Result | None:
-    """The result of a finished record; None if the run can continue."""
-    if not (record / "result.json").exists():
-        return None
-    try:
-        found = Result.read(read_result(record))
-    except RecordError as error:
-        _say_note(f"{error}; the run continues from its last checkpoint", place)
-        return None
-    if found.status == Status.DIVERGED:
-        raise UsageError(f"--resume: {record} diverged and would diverge again: start a new run with other options")
-    if found.status not in (Status.DONE, Status.TARGET_REACHED):
-        return None
-    if not (record / "model.safetensors").exists():
-        if not any((record / FOLDER).glob("step-*.safetensors")):
-            raise UsageError(
-                f"--resume: {record} is done, but its model.safetensors is missing and there is no checkpoint to make it from:"
-                f" start a new run with --recipe {record / 'config.toml'}"
-            )
-        _say_note(f"{record} is done, but its model.safetensors is missing: continuing from its last checkpoint", place)
-        return None
-    say(f"{record} is already done: model {found.model_sha256[:16]}")
-    return found
-
-
-def _recorded_options(record: Path, place: Place) -> dict[str, Any]:
-    """The options of a record that a resumed run takes over."""
-    config = record / "config.toml"
-    if not config.exists():
-        return {}
-    try:
-        read_toml(config, str(config))
-    except UsageError as error:
-        _say_note(f"{error}; give the options that the run was started with", place)
-        return {}
-    left_out = names_with(Role.START).union(() if place.launcher == "alone" else ("workers",))
-    return {name: value for name, value in read_recipe(str(config)).items() if name not in left_out}
-
-
-def _say_note(text: str, place: Place) -> None:
-    if place.launcher != "paceline":  # otherwise the launcher has already printed it
-        say(f"note: {text}")
-
-
-def _task_name(task: str | Task) -> str:
-    """The task as a record names it, with one spelling for each file."""
-    name = task.name if isinstance(task, Task) else task
-    return os.path.normpath(name) if ".py" in name else name
 
 
 def _open_record(run: Run, task: Task, task_name: str, earlier: str) -> tuple[Run, list[Observer], Keeper]:
@@ -211,7 +119,7 @@ def _open_record(run: Run, task: Task, task_name: str, earlier: str) -> tuple[Ru
     here.write_restart_note(str(path))
     odd, metrics = count_odd_lines(record.path), record.path / "metrics.jsonl"
     notes = [f"{metrics} is missing: the rows before this resume are lost"] if lost else []
-    notes += [f"{odd} line(s) of {metrics} cannot be read and are left out"] if odd else []
+    notes += [f"{plural(odd, 'line')} of {metrics} cannot be read and {'is' if odd == 1 else 'are'} left out"] if odd else []
     run = replace(run, contract=replace(run.contract, record=str(record.path)), notes=(*notes, *run.notes))
     observers = _make_observers(config, task, task_name, record, here)
 
@@ -228,10 +136,12 @@ def _train_in_workers(task: str | Task, options: Mapping[str, Any], config: Conf
     if isinstance(task, Task):
         workers = (config.workers or 1) * config.nodes
         raise UsageError(
-            f"{workers} worker(s) cannot be started for a Task object: give its file or module:function, or start this program"
-            f" with torchrun --nproc-per-node {config.workers or 1}"
+            f"{plural(workers, 'worker')} cannot be started for a Task object: give its file or module:function, or start this"
+            f" program with torchrun --nproc-per-node {config.workers or 1}"
         )
     tasks.check(task, options)
+    stages.enter(f"starting {plural(config.workers or 1, 'worker')}")
+    stages.hand_over()  # to worker 0
     outcome = launch(["train", task, *to_flags(options)], config)
     if outcome.exit_code == 0:
         if outcome.record is None and config.node_id == 0:
@@ -270,7 +180,7 @@ def _make_observers(config: Config, task: Task, task_name: str, record: Record, 
     # srun and mpirun may give each worker a terminal even if their own output goes to a file.
     terminal = is_terminal(sys.stdout) and here.launcher not in ("srun", "mpirun")
     recorder = Recorder(record, config, task_name)
-    printer = Printer(task.unit, terminal, recorder.note)
+    printer = Printer(task.unit, terminal, recorder.note, course=os.environ.get("PACELINE_EPOCH_LINE") == "course")
     observers: list[Observer] = [recorder, printer]
 
     def tracker_failed(text: str) -> None:

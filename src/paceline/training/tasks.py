@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -44,6 +44,11 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     check_optimizer(converted.get("optimizer", Config.optimizer))
     if converted.get("model"):
         models.check(converted["model"])
+
+
+def built_in() -> Collection[str]:
+    """The names of the built-in tasks."""
+    return _BUILT_IN.keys()
 
 
 def resolve(task: str | Task, options: Mapping[str, Any]) -> tuple[Task, Config]:

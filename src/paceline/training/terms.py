@@ -9,6 +9,7 @@ from paceline.core.sampler import Sampler
 from paceline.core.schedules import Schedule, make_schedule
 from paceline.dist.world import World, describe_devices
 from paceline.errors import UsageError
+from paceline.output import plural
 from paceline.settings import write_setting
 
 
@@ -19,14 +20,37 @@ def make_steps(config: Config, world: World, samples: int) -> tuple[Sampler, Sch
     check_comparable(config, parts)
     global_batch = config.global_batch or config.reference_batch * parts
     sampler = Sampler(samples, global_batch, parts, config.seed)
-    total = config.epochs * sampler.steps
     schedule = make_schedule(
         config,
         k=global_batch / config.reference_batch,
         steps_per_epoch=sampler.steps,
-        total_steps=min(total, config.max_steps or total),
+        total_steps=count_steps(config.epochs, config.max_steps, sampler.steps),
     )
     return sampler, schedule
+
+
+def count_steps(epochs: int, max_steps: int, steps_per_epoch: int) -> int:
+    """The steps of a whole run."""
+    total = epochs * steps_per_epoch
+    return min(total, max_steps or total)
+
+
+def describe_batch(sampler: Sampler, schedule: Schedule) -> tuple[str, ...]:
+    """Notes about steps and drops that are not what was probably meant."""
+    notes: tuple[str, ...] = ()
+    batch, samples, parts = sampler.global_batch, sampler.samples, sampler.parts
+    if batch > samples:
+        each = f" (each part has {samples // parts:,} of {batch // parts:,})" if parts > 1 else ""
+        notes += (
+            f"the global batch of {batch:,} is larger than the {plural(samples, 'training sample')}: every epoch is a single"
+            f" step of {samples:,}{each}, with a learning rate for {batch:,}; use --global-batch {samples // parts * parts} or"
+            " less",
+        )
+    late = [at for at in schedule.step_at if at * schedule.steps_per_epoch >= schedule.total_steps]
+    if schedule.shape == "step" and schedule.drops_by_epoch and late:
+        ends = schedule.total_steps / schedule.steps_per_epoch
+        notes += (f"--step-at {late[0]:g}: the run ends after epoch {ends:g}, before the learning rate drops there",)
+    return notes
 
 
 def check_comparable(config: Config, parts: int) -> None:
@@ -40,9 +64,10 @@ def check_comparable(config: Config, parts: int) -> None:
 
 def make_contract(config: Config, world: World, sampler: Sampler, schedule: Schedule, about: dict[str, Any]) -> Contract:
     """The contract. `about` holds the fields that the task, the data and the record supply."""
-    warmup = f"over {schedule.warmup_steps} steps from {schedule.warmup_from:.3g} of the peak, by {schedule.by}"
+    warmup = f"over {plural(schedule.warmup_steps, 'step')} from {schedule.warmup_from:.3g} of the peak, by {schedule.by}"
     if schedule.shape == "one-cycle":
-        warmup = f"over {round(schedule.peak_at * schedule.total_steps)} steps from {schedule.warmup_from:.3g} of the peak"
+        rise = plural(round(schedule.peak_at * schedule.total_steps), "step")
+        warmup = f"over {rise} from {schedule.warmup_from:.3g} of the peak"
     elif not schedule.warmup_steps:
         warmup = "none"
     return Contract(
@@ -63,7 +88,7 @@ def make_contract(config: Config, world: World, sampler: Sampler, schedule: Sche
         lr_rule=config.lr_rule,
         peak_lr=schedule.peak_lr,
         optimizer=_optimizer_words(config),
-        schedule=f"{config.schedule} by {config.schedule_by}",
+        schedule=f"{config.schedule} by {config.schedule_by}{_drop_words(schedule)}",
         warmup=warmup,
         steps_per_epoch=sampler.steps,
         epochs=config.epochs,
@@ -72,6 +97,14 @@ def make_contract(config: Config, world: World, sampler: Sampler, schedule: Sche
         settings=" ".join(write_setting(key, value) for key, value in config.set.items()),
         **about,
     )
+
+
+def _drop_words(schedule: Schedule) -> str:
+    if schedule.shape != "step":
+        return ""
+    places = [f"{at:g}" if schedule.drops_by_epoch else f"{at:.3g}" for at in schedule.step_at]
+    where = f"after epoch {', '.join(places)}" if schedule.drops_by_epoch else f"at {', '.join(places)} of the run"
+    return f" (times {schedule.step_factor:g} {where})"
 
 
 def _optimizer_words(config: Config) -> str:
@@ -88,7 +121,8 @@ def _optimizer_words(config: Config) -> str:
     }
     said = "".join(f", {what} {value:g}" for what, value in extras.items() if value)
     if config.local_steps:
-        said += f", {config.local_steps} local steps between averagings after {config.local_after:.0%} of the run"
+        local = plural(config.local_steps, "local step")
+        said += f", {local} between averagings after {config.local_after:.0%} of the run"
     return f"{words}, weight decay {config.weight_decay:g}{said}"
 
 

@@ -7,6 +7,9 @@ because the training weights moved. So new ones are taken (Izmailov et al. 2018,
 exact way: over fixed chunks of training samples, with one table row per chunk.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -43,8 +46,11 @@ class Validation:
             self._graph = self._record(executor.compiled)
 
     @torch.no_grad()
-    def __call__(self, epoch: int) -> dict[str, float]:
-        """Validate after an epoch; the same numbers on every worker. Collective: call on every rank."""
+    def __call__(self, epoch: int, tell: Callable[[int, int], None] = lambda done, total: None) -> dict[str, float]:
+        """Validate after an epoch; the same numbers on every worker. Collective: call on every rank.
+
+        `tell` hears how many of this worker's chunks were started: on a GPU they may still be in its queue.
+        """
         run, step, chunks = self._run, self._step, self._chunks
         was_training, rows = run.model.training, []
         run.model.eval()
@@ -53,8 +59,11 @@ class Validation:
             seed_all(key(run.config.seed, _CHUNK, epoch, chunks.numbers[i]), run.world.device)
 
         step.mark("validation")  # before the first chunk is loaded: a loader may hang
-        for chunk, inputs in zip(chunks.mine, self._loader.inputs(chunks.mine, None, seed), strict=True):
+        for number, (chunk, inputs) in enumerate(
+            zip(chunks.mine, self._loader.inputs(chunks.mine, None, seed), strict=True), start=1
+        ):
             step.mark("validation")
+            tell(number, len(chunks.mine))
             given = [inputs]
             replays = self._graph is not None and self._graph.fits(given)
             rows.append(self._graph(given).clone() if self._graph and replays else self._rows(given, len(chunk)))
@@ -149,6 +158,19 @@ class Averaged:
         for buffer, kept in self._kept:
             buffer.copy_(kept)
         self._kept = []
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For this block the model has its training weights and statistics; then the same averaged ones again, bit for bit."""
+        assert self._run.update.ema is not None
+        averaged = [buffer.clone() for buffer, _ in self._kept]
+        self._run.update.ema.take_out()
+        for buffer, kept in self._kept:
+            buffer.copy_(kept)
+        yield
+        self._run.update.ema.put_in()
+        for (buffer, _), value in zip(self._kept, averaged, strict=True):
+            buffer.copy_(value)
 
     def _take_statistics(self, layers: list[_NormBase], epoch: int) -> None:
         step, run, model, world = self._step, self._run, self._run.model, self._run.world

@@ -156,6 +156,16 @@ def test_the_step_schedule_falls_where_it_is_told():
     assert [found.lr(step) for step in range(8)] == pytest.approx([1.0] * 4 + [0.1] * 2 + [0.01] * 2)
 
 
+def test_the_step_schedule_falls_after_epochs_however_long_the_run_is():
+    config = Config(base_lr=1.0, schedule="step", step_at="3,1", step_factor=0.1, lr_rule="none")
+    for total in (8, 12):
+        found = make_schedule(config, k=1, steps_per_epoch=2, total_steps=total)
+        assert [found.lr(step) for step in range(8)] == pytest.approx([1.0] * 2 + [0.1] * 4 + [0.01] * 2)
+        assert not found.depends_on_length
+    assert make_schedule(Config(schedule="step"), k=1, steps_per_epoch=2, total_steps=8).depends_on_length
+    assert not make_schedule(Config(schedule="constant"), k=1, steps_per_epoch=2, total_steps=8).depends_on_length
+
+
 def test_the_step_schedule_after_warm_up():
     config = Config(base_lr=1.0, schedule="step", step_at="0.5", warmup_steps=2, warmup_from=0.0, lr_rule="none")
     found = make_schedule(config, k=1, steps_per_epoch=2, total_steps=8)

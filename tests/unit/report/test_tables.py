@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.report.tables import components_of, view_landscape, view_scale, view_study
-from paceline.study.results import compare_arm, read_results, spread_words, table
+from paceline.study.results import compare_arm, markdown, read_results, spread_words
 
 RESULTS = sorted((Path(__file__).parents[3] / "studies" / "results").glob("*.json"))
 
@@ -35,7 +35,7 @@ def test_components_come_in_the_order_they_are_drawn() -> None:
 def test_a_studys_arms_say_what_its_own_table_says(path: Path) -> None:
     results = read_results(path)
     view = view_study(results, [])
-    printed = table(results)
+    printed = markdown(results)
     for arm in view["arms"]:
         line = next(line for line in printed.splitlines() if line.startswith(f"| {arm['name']} |"))
         assert arm["spread"] in line

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import make_config
-from paceline.study.results import read_results, table
+from paceline.study.results import markdown, read_results
 from paceline.study.study import read_study
 
 FOLDER = Path(__file__).parents[3] / "studies"
@@ -43,7 +43,7 @@ def test_results_match_the_study_file(path):
     assert recorded.keys() == arms.keys()
     assert {run["arm"] for run in found["runs"]} <= arms.keys()
     assert found["study"]["reference"] == study.reference
-    assert sorted(arms_in(table(found))) == sorted(name.replace("|", "\\|") for name in arms)
+    assert sorted(arms_in(markdown(found))) == sorted(name.replace("|", "\\|") for name in arms)
     if same_options:
         for name, options in arms.items():
             assert make_config(recorded[name]["options"]) == make_config(options), name

@@ -22,7 +22,7 @@ from paceline.files import write_json
 from paceline.records import read_metrics
 from paceline.study import runs as runs_module
 from paceline.study import slots
-from paceline.study.results import table
+from paceline.study.results import MINI, markdown, table
 from paceline.study.runs import Call, claim, read_state
 from paceline.study.study import Arm, Study, list_runs, parse_seeds, parse_settings, read_study, shrink
 from paceline.training import run as training
@@ -346,7 +346,7 @@ def test_a_run_that_diverges_counts_as_failed_and_the_study_continues(trained, c
     assert [run["status"] for run in results()["runs"]] == ["done", "diverged", "done", "diverged"]
     out = capsys.readouterr().out
     assert re.search(r"V = 4, seed 0: diverged: the .*loss is (nan|inf|[0-9.e+]+ \(in the first step)", out)
-    assert re.search(r"\| V = 4 \| 32 \| 1 \| 2.5e\+08 \| - \(0\) \| 2 \| - \(0 of 2\) \| worse \(2 of 2 diverged\) \|", out)
+    assert re.search(r"V = 4 +worse \(2 of 2 diverged\) +- \(0\) +2 +- \(0 of 2\) +32 +1 +2.5e\+08\n", out)
     trained.clear()
     cli.run(["study", "tiny.toml"])
     assert not trained  # it would diverge again
@@ -406,7 +406,7 @@ def test_a_task_without_accuracy_is_compared_by_loss(capsys):
     assert cli.run(["study", write(POINTS)]) == 0
     assert results()["metric"] == "loss"
     out = capsys.readouterr().out
-    assert "| loss, mean ± sd (n) |" in out
+    assert " loss, mean ± sd (n) " in out
     assert "points" not in out.replace("points-", "")
 
 
@@ -533,6 +533,9 @@ def test_mini_runs_every_arm(capsys):
     assert [run["status"] for run in found["runs"]] == ["done"] * 2
     assert [run["contract"]["virtual_workers"] for run in found["runs"]] == [1, 64]
     assert all(run["steps"] >= 3 for run in found["runs"])
+    assert found["mini"] is True
+    assert MINI in (Path("runs") / "study-tiny-mini" / "results.md").read_text()
+    assert MINI in capsys.readouterr().out
     assert cli.run(["study", "tiny.toml", "--mini", "--table"]) == 0
     assert table(found) in capsys.readouterr().out
 
@@ -558,30 +561,30 @@ def cells(text: str, arm: str) -> list[str]:
 
 
 def test_the_table():
-    text = table(made(("one", [0.940, 0.941, 0.942]), ("same", [0.941, 0.941, 0.940]), ("low", [0.91, 0.912, 0.911])))
+    text = markdown(made(("one", [0.940, 0.941, 0.942]), ("same", [0.941, 0.941, 0.940]), ("low", [0.91, 0.912, 0.911])))
     assert text.startswith(
-        "| arm | global batch | V | peak lr | accuracy, mean ± sd (n) | failed | median time to 0.9 | against one |\n|---|"
+        "| arm | against one | accuracy, mean ± sd (n) | failed | median time to 0.9 | global batch | V | peak lr |\n|---|"
     )
-    assert cells(text, "one") == ["one", "8,192", "64", "3.2", "0.9410 ± 0.0010 (3)", "0", "11 s (3 of 3)", "-"]
-    assert cells(text, "same")[-1] == "-0.03 points [-0.19, +0.12]: equal"
-    assert cells(text, "low")[-1] == "-3.00 points [-3.17, -2.83]: worse"
+    assert cells(text, "one") == ["one", "-", "0.9410 ± 0.0010 (3)", "0", "11 s (3 of 3)", "8,192", "64", "3.2"]
+    assert cells(text, "same")[1] == "-0.03 points [-0.19, +0.12]: equal"
+    assert cells(text, "low")[1] == "-3.00 points [-3.17, -2.83]: worse"
     assert "margin 0.5 points. Equal: the interval lies within the margin" in text
 
 
 def test_an_arm_with_a_failure_is_never_equal():
     same: list[float | str] = [0.94, 0.941, 0.942]
     for how, words in (("diverged", "worse (1 of 4 diverged)"), ("failed", "no verdict (1 of 4 failed)")):
-        text = table(made(("one", same), ("other", [*same, how])))
-        assert cells(text, "other")[4:6] == ["0.9410 ± 0.0010 (3)", "1"]
-        assert cells(text, "other")[6] == "11 s (3 of 4)"
-        assert cells(text, "other")[-1].endswith(words)
-        text = table(made(("one", [*same, how]), ("other", same)))
-        assert cells(text, "other")[-1].endswith("no verdict (1 of the reference's runs failed)")
+        text = markdown(made(("one", same), ("other", [*same, how])))
+        assert cells(text, "other")[2:4] == ["0.9410 ± 0.0010 (3)", "1"]
+        assert cells(text, "other")[4] == "11 s (3 of 4)"
+        assert cells(text, "other")[1].endswith(words)
+        text = markdown(made(("one", [*same, how]), ("other", same)))
+        assert cells(text, "other")[1].endswith("no verdict (1 of the reference's runs failed)")
 
 
 def test_a_loss_is_better_when_lower_and_has_no_points():
-    text = table(made(("one", [0.30, 0.31, 0.32]), ("low", [0.20, 0.21, 0.22]), metric="loss", target=None))
-    assert cells(text, "low")[-1] == "-0.1000 [-0.1174, -0.0826]: better"
+    text = markdown(made(("one", [0.30, 0.31, 0.32]), ("low", [0.20, 0.21, 0.22]), metric="loss", target=None))
+    assert cells(text, "low")[1] == "-0.1000 [-0.1174, -0.0826]: better"
     assert "time to" not in text
 
 
@@ -594,11 +597,29 @@ def test_the_legend_says_that_runs_sharing_a_device_take_longer():
 
 
 def test_one_seed_has_no_verdict():
-    assert cells(table(made(("one", [0.94]), ("other", [0.93]))), "other")[-1] == "-1.00 points: no verdict (one seed)"
+    assert cells(markdown(made(("one", [0.94]), ("other", [0.93]))), "other")[1] == "-1.00 points: no verdict (one seed)"
 
 
 def test_a_name_with_a_bar_stays_in_its_column():
-    assert "| a\\|b |" in table(made(("one", [0.94]), ("a|b", [0.93])))
+    found = made(("one", [0.94]), ("a|b", [0.93]))
+    assert "| a\\|b |" in markdown(found)
+    assert "a|b " in table(found)
+
+
+def test_a_terminal_gets_aligned_columns_with_the_verdict_second():
+    lines = table(made(("one", [0.940, 0.941, 0.942]), ("a long name", [0.91, 0.912, 0.911]))).splitlines()
+    assert "|" not in "".join(lines[:4])
+    second = len("a long name") + 3
+    assert lines[0].startswith("arm" + " " * (second - 3) + "against one  ")
+    assert lines[3][second:].startswith("-3.00 points [-3.17, -2.83]: worse")
+    assert lines[2].index("0.9410 ±") == lines[3].index("0.9110 ±"), "columns are aligned"
+
+
+def test_mini_results_say_that_they_mean_nothing():
+    found = made(("one", [0.94]), ("other", [0.93]))
+    assert MINI not in table(found) + markdown(found)
+    assert table({**found, "mini": True}).startswith(f"{MINI}\n")
+    assert markdown({**found, "mini": True}).startswith(f"**{MINI}**\n")
 
 
 @pytest.mark.parametrize(

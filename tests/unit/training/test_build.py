@@ -129,3 +129,21 @@ def test_a_built_in_net_needs_images() -> None:
         pytest.raises(UsageError, match="--model builds nets for images as tensors; task blobs has samples"),
     ):
         build(task, make_config(task.defaults, {"loader_workers": 0}), here)
+
+
+def test_the_contract_says_how_samples_are_augmented() -> None:
+    def said(task: Any, options: dict[str, Any]) -> str:
+        made, config = tasks.resolve(task, {"train_samples": 20, "model": "linear", **options} if task == MINI else options)
+        with world() as here:
+            contract = build(made, config, here).contract
+        return dict(contract.lines())["augmentation"]
+
+    options = {"crop": 2, "erase": 0.25, "label_smoothing": 0.1, "pixels": "unit"}
+    words = "flip left to right, crop after padding by 2, erase with probability 0.25; pixels in [0, 1]; label smoothing 0.1"
+    assert said(MINI, options) == words
+    assert said(MINI, {"flip": False}) == "none; pixels standardized (mean 0.286, deviation 0.353)"
+    assert said(blobs(), {}) == "none"
+    assert said(blobs(prepare=lambda batch, samples, epoch: batch), {}) == "the task's own prepare"
+
+
+MINI = "fashion-mnist-mini"

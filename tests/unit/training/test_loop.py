@@ -38,6 +38,24 @@ def test_a_run_repeats_bit_for_bit() -> None:
     assert other.result.model_sha256 != first.result.model_sha256
 
 
+def test_the_training_loss_is_the_mean_over_the_epochs_samples() -> None:
+    """The last step is smaller: 103 samples in steps of 12."""
+    watcher = alone(blobs(), epochs=2, log_every=1).watcher
+    sizes = [12] * 8 + [7]
+    for epoch in watcher.epochs:
+        steps = [row for row in watcher.steps if row["epoch"] == epoch["epoch"]]
+        for name in ("loss", "accuracy"):
+            mean = sum(size * row[name] for size, row in zip(sizes, steps, strict=True)) / 103
+            assert epoch[f"train_{name}"] == pytest.approx(mean)
+
+
+def test_a_validation_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int, int]] = []
+    monkeypatch.setattr("harness.training.Watcher.validating", lambda self, *numbers: told.append(numbers))
+    alone(blobs(), epochs=1)
+    assert told == [(1, done, 5) for done in range(1, 6)]  # 41 samples, 10 at a time
+
+
 def test_it_learns_with_each_optimizer_and_precision() -> None:
     options: list[dict[str, Any]] = [{}, {"optimizer": "adamw", "base_lr": 0.01}, {"precision": "bf16"}, {"clip_norm": 0.5}]
     for option in options:
@@ -161,7 +179,7 @@ def test_every_field_of_a_row_is_known_as_ours() -> None:
     """So that no metric can overwrite it."""
     options = {"epochs": 1, "measure_noise": True, "virtual_workers": 2, "lr_rule": "adascale"}
     watcher = alone(blobs(), **options).watcher
-    fields = {name for row in (*watcher.steps, *watcher.epochs) for name in row if not name.startswith("val_")}
+    fields = {name for row in (*watcher.steps, *watcher.epochs) for name in row if not name.startswith(("val_", "train_"))}
     assert {"noise_scale", "gain", "samples_per_s"} <= fields
     assert fields - {"loss", "accuracy"} <= ROW_FIELDS
 

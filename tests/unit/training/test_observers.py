@@ -19,9 +19,10 @@ from paceline import models
 from paceline.config import Config, make_config
 from paceline.contract import Contract
 from paceline.errors import RecordError
-from paceline.records import Record, read_result
+from paceline.records import Record, read_metrics, read_result
 from paceline.toml import read_recipe
-from paceline.training.observers import Printer, Recorder, Result, TensorBoard
+from paceline.training.observers import Printer, Recorder, Result, left_words
+from paceline.training.tracker import TensorBoard
 
 CONTRACT = Contract(
     unit="images",
@@ -119,6 +120,57 @@ def test_the_epochs_line_has_the_courses_six_fields(capsys):
     names = ["Epoch", "Cumulative Time", "Epoch Time", "Images/sec", "Validation Loss", "Validation Accuracy"]
     assert [name for name, _ in fields] == names
     assert all(re.fullmatch(r"[0-9.]+", value) for _, value in fields)
+
+
+def test_the_training_loss_comes_before_the_validation_loss(capsys):
+    Printer("images", False).epoch({**EPOCH, "train_loss": 0.51239, "train_accuracy": 0.5})
+    assert "Images/sec = 1234.6, Training Loss = 0.5124, Validation Loss = 0.4322" in capsys.readouterr().out
+    Printer("images", False, course=True).epoch({**EPOCH, "train_loss": 0.51239})
+    assert "Training" not in capsys.readouterr().out, "the course's line has six fields"
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (80, "epoch 2 [========            ] 2/5  loss 1.2500  about 1:02:05 left"),
+        (64, "epoch 2 2/5  loss 1.2500  about 1:02:05 left"),
+        (30, "epoch 2 2/5  loss 1.2500"),
+        (20, "epoch 2 2/5"),
+        (8, "epoch 2"),
+    ],
+)
+def test_a_progress_line_never_wraps(monkeypatch, columns, shown):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    printer = Printer("images", True)
+    monkeypatch.setenv("COLUMNS", "80")
+    printer.start(CONTRACT)
+    before = len(terminal.getvalue())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    printer.step({**STEP, "time_s": 3725 * 7 / 3})
+    assert terminal.getvalue()[before:] == f"\r{shown}\x1b[K"
+
+
+def test_long_times_are_hours_minutes_and_seconds():
+    assert [left_words(s) for s in (0.4, 99.4, 100, 3599.6, 90_061)] == ["0 s", "99 s", "0:01:40", "1:00:00", "25:01:01"]
+
+
+def test_a_long_validation_shows_progress(monkeypatch, capsys):
+    now = [50.0]
+    monkeypatch.setattr("paceline.training.observers.time.monotonic", lambda: now[0])
+    printer = Printer("images", False)
+    for done in range(1, 8):
+        printer.validating(3, done, 7)
+        now[0] += 11
+    assert capsys.readouterr().out == "epoch 3: validation, 4 of 7 batches\nepoch 3: validation, 7 of 7 batches\n"
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    printer = Printer("images", True)
+    for done in range(1, 5):
+        printer.validating(3, done, 4)
+        now[0] += 0.3
+    assert terminal.getvalue() == "\repoch 3 validation [===============     ] 3/4\x1b[K"
 
 
 def test_other_units_and_metrics_have_their_names(capsys):
@@ -252,8 +304,22 @@ def test_a_resumed_run_writes_what_a_killed_one_did_not(record):
     recorder.start(replace(CONTRACT, resumed_at=0))
     assert make_config(read_recipe(str(record.path / "config.toml"))).epochs == 2
     assert json.loads((record.path / "environment.json").read_text())["task"] == "mine"
-    Recorder(record, Config(epochs=3), "mine").start(replace(CONTRACT, resumed_at=0))
-    assert make_config(read_recipe(str(record.path / "config.toml"))).epochs == 2, "what was there stays"
+    Recorder(record, Config(epochs=2, log_every=3), "mine").start(replace(CONTRACT, resumed_at=0))
+    assert make_config(read_recipe(str(record.path / "config.toml"))).log_every == 10, "what was there stays"
+
+
+def test_an_extended_run_rewrites_how_long_it_trains_and_keeps_what_it_said(record):
+    Recorder(record, Config(epochs=2, log_every=3), "mine").start(CONTRACT)
+    longer = replace(CONTRACT, resumed_at=4, epochs=3, total_steps=99, workers=1, extended="from 4 steps to 99")
+    Recorder(record, Config(epochs=3, target_accuracy=0.9), "mine").start(longer)
+    config = make_config(read_recipe(str(record.path / "config.toml")))
+    assert (config.epochs, config.target_accuracy, config.log_every, config.workers) == (3, 0.9, 3, 2)
+    contract = json.loads((record.path / "environment.json").read_text())["contract"]
+    assert (contract["epochs"], contract["total_steps"]) == (3, 99)
+    assert contract["workers"] == CONTRACT.workers, "the rest is as the run began"
+    (row,) = [row for row in read_metrics(record.path) if row["kind"] == "resume"]
+    assert row["was"] == {"epochs": 2, "max_steps": 0, "target_accuracy": 0.0, "patience": 1}
+    assert row["contract"]["extended"] == "from 4 steps to 99"
 
 
 @pytest.mark.parametrize(

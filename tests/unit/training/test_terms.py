@@ -1,6 +1,7 @@
 """The numbers a run is about to use, worked out by hand."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from paceline.config import Config
 from paceline.contract import Contract
 from paceline.dist.world import World
 from paceline.errors import UsageError
-from paceline.training.terms import make_contract, make_steps
+from paceline.training.terms import describe_batch, make_contract, make_steps
 
 ABOUT = {
     "task": "mine",
@@ -167,3 +168,32 @@ def test_the_launcher_in_words(launcher, words):
 def test_the_record_can_hold_it():
     found = contract(Config(), world(2))
     assert json.loads(json.dumps(found.as_dict()))["peak_lr"] == found.peak_lr
+
+
+def test_a_global_batch_larger_than_the_data_is_said():
+    def notes(samples: int, **options: Any) -> tuple[str, ...]:
+        return describe_batch(*make_steps(Config(**options), world(), samples))
+
+    assert notes(1000, global_batch=1000) == ()
+    (said,) = notes(1000, global_batch=4096, virtual_workers=8)
+    assert said == (
+        "the global batch of 4,096 is larger than the 1,000 training samples: every epoch is a single step of 1,000 (each part"
+        " has 125 of 512), with a learning rate for 4,096; use --global-batch 1000 or less"
+    )
+    (said,) = notes(100, reference_batch=128)
+    assert "(each part" not in said
+
+
+def test_a_drop_after_the_end_is_said():
+    config = Config(schedule="step", step_at="2,30", epochs=5, global_batch=10)
+    sampler, schedule = make_steps(config, world(), 100)
+    assert describe_batch(sampler, schedule) == (
+        "--step-at 30: the run ends after epoch 5, before the learning rate drops there",
+    )
+    found = make_contract(config, world(), sampler, schedule, ABOUT)
+    assert found.schedule == "step by step (times 0.1 after epoch 2, 30)"
+
+
+def test_one_step_is_not_steps():
+    found = contract(Config(schedule="cosine", warmup_steps=1), world())
+    assert found.warmup.startswith("over 1 step from")

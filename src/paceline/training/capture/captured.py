@@ -24,6 +24,7 @@ from paceline.core.parts import Step
 from paceline.data.loaders import Inputs
 from paceline.dist.agree import any_reason
 from paceline.errors import PacelineError, first_line
+from paceline.output import stages
 from paceline.training.build import Run
 from paceline.training.capture.graph import Body, Graph, compiler, find_obstacle
 from paceline.training.step import Executor, Requests, TrainStep, Weighted
@@ -217,6 +218,7 @@ class _Trials:
     def _record_compiled(self, case: _Case, expected: "_Outcome") -> tuple[Graph | None, str]:
         """The same for the compiled step."""
         self.say("compiling the step: about 20 s the first time, less in later runs")
+        stages.enter("compiling the step")
         weighted, why = self.step.forward.weighted, ""
 
         def work(number: int, share: float) -> tuple[Tensor, Tensor]:

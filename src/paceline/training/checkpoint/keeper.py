@@ -23,9 +23,12 @@ from paceline.config import Config, names_with
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.options import Role
+from paceline.output import plural
 from paceline.training.build import Run
 from paceline.training.checkpoint.file import CheckpointError, Writer, load_latest
+from paceline.training.meter import EpochMeans
 from paceline.training.observers import Result, Rows
+from paceline.training.terms import count_steps
 from paceline.values import flag, parse_every
 
 FOLDER = "checkpoints"
@@ -44,11 +47,19 @@ class Progress:
     epoch_time_s: float = 0.0
     hits: int = 0
     """Epochs in a row that reached the target."""
+    target: float | None = None
+    """The accuracy that these hits reached; None in older checkpoints."""
     first_loss: float | None = None
     """Of the run's first step."""
     last_loss: float | None = None
     """Of the last step."""
     rows: Rows = field(default_factory=Rows)
+    means: EpochMeans = field(default_factory=EpochMeans)
+
+    def aim(self, target: float) -> None:
+        """Count hits of this target accuracy. Those of another one do not count."""
+        self.hits = self.hits if self.target in (None, target) else 0
+        self.target = target
 
 
 class Keeper:
@@ -60,6 +71,9 @@ class Keeper:
         self._run, self._identity = run, identity(run)
         self.resumes = resumes
         """Whether the run goes on with a record, from its newest checkpoint if it has one."""
+        self.extended = ""
+        """What changes if the restored run was planned to be shorter."""
+        self._saved_step: int | None = None
         self._steps, self._seconds = parse_every(run.config.checkpoint_every)
         self.on = bool(self._steps or self._seconds)
         self._folder, self._say = folder, say
@@ -74,8 +88,14 @@ class Keeper:
         """Whether a checkpoint is due after this many steps. The same on all workers."""
         return bool(self._steps) and step % self._steps == 0
 
+    def save_last(self, progress: Progress) -> None:
+        """Take the checkpoint from which a finished run can be extended. Collective: call on every rank."""
+        if self.on and self._saved_step != progress.step:
+            self.save(progress)
+
     def save(self, progress: Progress) -> None:
         """Take a checkpoint; rank 0 writes it in the background. Collective: call on every rank."""
+        self._saved_step = progress.step
         tensors, facts = _collect(self._run, progress)
         facts["identity"] = self._identity
         self._last_s = time.monotonic()
@@ -107,6 +127,7 @@ class Keeper:
         if facts is None:
             return None
         _check_identity(facts["identity"], self._identity)
+        self.extended = describe_extension(facts["identity"]["options"], run, facts["progress"]["step"])
         if facts["place"] != _place(world) and self._run.config.reduce == "exact":
             self._say(f"the checkpoint was made by {facts['place']}, this is {_place(world)}: bits may differ from here on")
         tensors = _broadcast(checkpoint.tensors if checkpoint else {}, world)
@@ -121,7 +142,8 @@ class Keeper:
         _lay_out_like_weights(state, optimizer)
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         progress = facts["progress"]
-        return Progress(**{**progress, "result": Result.read(progress["result"]), "rows": Rows(**progress["rows"])})
+        rows, means = Rows(**progress["rows"]), EpochMeans(**progress.get("means", {}))  # older checkpoints have no means
+        return Progress(**{**progress, "result": Result.read(progress["result"]), "rows": rows, "means": means})
 
 
 def _collect(run: Run, progress: Progress) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -140,7 +162,7 @@ def _collect(run: Run, progress: Progress) -> tuple[dict[str, Tensor], dict[str,
                 plain[f"{number}.{name}"] = value
     facts = {
         "optimizer": plain,
-        "progress": {**vars(progress), "result": dataclasses.asdict(progress.result), "rows": vars(progress.rows)},
+        "progress": dataclasses.asdict(progress),
         "place": _place(run.world),
     }
     return tensors, facts
@@ -182,6 +204,31 @@ def check_unchanged(old: Mapping[str, Any], config: Config) -> None:
     _refuse(_changed(old, {name: value for name, value in _options(config).items() if name in old}))
 
 
+def describe_extension(old: Mapping[str, Any], run: Run, at: int) -> str:
+    """What changes if a run that continues at this step was planned to be shorter; empty if it was not.
+
+    Raises a UsageError if it would become shorter (its learning rates may be those of the longer run), or longer only because
+    its options are lost and the defaults apply.
+    """
+    old = {**{name: getattr(Config, name) for name in names_with(Role.LENGTH)}, **old}
+    schedule, config = run.update.schedule, run.config
+    before, now = count_steps(old["epochs"], old["max_steps"], run.sampler.steps), schedule.total_steps
+    if now < before or (now > before and not config.given & names_with(Role.LENGTH)):
+        differ = [name for name in ("epochs", "max_steps") if old[name] != getattr(config, name)]
+        words = [f"{flag(name)} was {old[name]}, is {getattr(config, name)}" for name in differ]
+        _refuse(words, "A run can only become longer")
+    if now == before:
+        return ""
+    said = f"from {plural(before, 'step')} to {now:,} ({plural(config.epochs, 'epoch')})"
+    if not schedule.depends_on_length:
+        return f"{said}; the learning rate does not depend on the length of the run"
+    then = dataclasses.replace(schedule, total_steps=before)
+    return (
+        f"{said}; from here on the {schedule.shape} schedule is that of the new length: lr {schedule.lr(at):.4g} in the next"
+        f" step (was {then.lr(at):.4g})"
+    )
+
+
 def _options(config: Config) -> dict[str, Any]:
     """The options that the weights depend on."""
     roles = (Role.MODEL,) if config.reduce == "fast" else (Role.MODEL, Role.ROUNDING)
@@ -192,7 +239,8 @@ def _options(config: Config) -> dict[str, Any]:
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     # Options that older records do not name had these values.
     old = {**{field.name: field.default for field in dataclasses.fields(Config)}, "fast": "off", **old}
-    return [f"{flag(name)} was {old.get(name)}, is {value}" for name, value in new.items() if old.get(name) != value]
+    compared = {name: value for name, value in new.items() if name not in names_with(Role.LENGTH)}  # `describe_extension`
+    return [f"{flag(name)} was {old.get(name)}, is {value}" for name, value in compared.items() if old.get(name) != value]
 
 
 def _check_identity(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
@@ -207,9 +255,10 @@ def _check_identity(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     _refuse(differs)
 
 
-def _refuse(differs: list[str]) -> None:
+def _refuse(differs: list[str], rule: str = "") -> None:
     if differs:
-        raise UsageError(f"{REFUSED}: {'; '.join(differs)}. Start a new run, or give the options of the old one")
+        rule = f"{rule}: start" if rule else "Start"
+        raise UsageError(f"{REFUSED}: {'; '.join(differs)}. {rule} a new run, or give the options of the old one")
 
 
 def _place(world: World) -> str:

@@ -10,6 +10,7 @@ launched one by one.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.output import plural
 from paceline.training.build import Run
 from paceline.training.timing.clock import PHASES, Clock, Timed
 
@@ -95,7 +96,7 @@ def describe_timeline(about: Mapping[str, Any]) -> list[str]:
         held = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
         hidden = f", {bucket['hidden_s'] / took_s:.0%} of it hidden" if took_s else ""
         lines.append(
-            f"bucket {bucket['bucket']}: {bucket['bytes'] / 2**20:.2f} MiB, {len(names)} tensors ({held}), ready"
+            f"bucket {bucket['bucket']}: {bucket['bytes'] / 2**20:.2f} MiB, {plural(len(names), 'tensor')} ({held}), ready"
             f" {1e3 * bucket['ready_s']:.2f} ms into the backward pass, averaged in {1e3 * took_s:.2f} ms{hidden}"
         )
     return lines

@@ -107,7 +107,7 @@ def test_hits_in_a_row_are_kept(tmp_path: Path) -> None:
 
 def test_the_first_loss_survives_and_older_checkpoints_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an exploded loss is judged by."""
-    _, watcher, _ = one_run(tmp_path, log_every=1, max_steps=7)
+    _, watcher, _ = one_run(tmp_path, log_every=1, max_steps=7, keep=3)
     for path in tmp_path.iterdir():
         if path.name != "step-000000003.safetensors":
             path.unlink()
@@ -224,9 +224,10 @@ def test_a_stopped_run_says_whether_there_is_a_checkpoint(tmp_path: Path, folder
 
 
 def test_options_that_may_change_and_that_may_not() -> None:
-    old = {"seed": 0, "epochs": 5, "reduce": "fast", "parts_at_once": 1, "workers": 4, "virtual_workers": 4}
+    old = {"seed": 0, "epochs": 5, "base_lr": 0.05, "reduce": "fast", "parts_at_once": 1, "workers": 4, "virtual_workers": 4}
     check_unchanged(old, Config(workers=1, virtual_workers=4, parts_at_once=2, log_every=3))
-    for changed, said in (({"seed": 1}, "--seed was 0, is 1"), ({"epochs": 6}, "--epochs was 5, is 6")):
+    check_unchanged(old, Config(virtual_workers=4, epochs=6, max_steps=3))  # `describe_extension` judges the length
+    for changed, said in (({"seed": 1}, "--seed was 0, is 1"), ({"base_lr": 0.3}, "--base-lr was 0.05, is 0.3")):
         with pytest.raises(UsageError, match=said):
             check_unchanged(old, Config(virtual_workers=4, **changed))
     with pytest.raises(UsageError, match="--parts-at-once was 1, is 2"):

@@ -1,0 +1,215 @@
+"""The record that `--resume` continues: which one, with which options, and whether there is anything left to do."""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.config import Config, check_options, names_with
+from paceline.dist.place import Place
+from paceline.dist.restarts import newest_checkpoint
+from paceline.errors import RecordError, UsageError
+from paceline.files import read_json
+from paceline.options import Role
+from paceline.output import plural, say
+from paceline.records import find_unfinished, read_result
+from paceline.status import Status
+from paceline.toml import read_recipe, read_toml
+from paceline.training import tasks
+from paceline.training.checkpoint.keeper import FOLDER
+from paceline.training.observers import Result
+from paceline.training.task import Task
+from paceline.training.terms import count_steps
+from paceline.values import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """The record that `--resume` continues, if there is one."""
+
+    record: str = ""
+    """Its folder; empty for a new run."""
+    task: str = ""
+    """The name of the task that it trains, if it says so."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Those of its options that a resumed run takes over unless they are given again."""
+    result: dict[str, Any] | None = None
+    """How it ended, if there is nothing left to do."""
+
+
+def find_earlier(task: str | Task, config: Config, place: Place, options: Mapping[str, Any], restarted: str = "") -> Earlier:
+    """What to continue. Rank 0 calls this: other ranks may have no access to the folder.
+
+    `restarted` is the record of this run if torchrun has restarted its workers.
+    """
+    if not restarted and not config.resume:
+        return Earlier()
+    record = Path(restarted) if restarted else find_resumable(task, config)
+    if record is None:
+        say(f"nothing to resume in {config.runs_dir}: starting a new run")
+        return Earlier()
+    trained = _check_task(record, task)
+    result = _read_finished(record, place, options)
+    if result is not None:
+        return Earlier(result=vars(result))
+    return Earlier(record=str(record), task=trained, options=_recorded_options(record, place))
+
+
+def find_resumable(task: str | Task, config: Config) -> Path | None:
+    """The record that `--resume` means, or None if there is no record to continue."""
+    runs = Path(config.runs_dir)
+    if config.resume == "auto":
+        if config.name:
+            return runs / config.name if _is_record(runs / config.name) else None
+        found, busy = find_unfinished(runs, task_name(task))
+        for path in busy:
+            say(f"note: {path} is skipped: another run is writing to it")
+        return found
+    for path in (Path(config.resume), runs / config.resume):
+        if _is_record(path):
+            return path
+    raise UsageError(f"--resume {config.resume}: no record of that name, neither here nor in {runs}")
+
+
+def _is_record(path: Path) -> bool:
+    return any((path / name).exists() for name in ("metrics.jsonl", FOLDER, "config.toml"))
+
+
+def _check_task(record: Path, task: str | Task) -> str:
+    """The name of the task that a record trains; empty if it does not say. Raises a UsageError if a built-in task differs.
+
+    A user's own task has to be loaded before its name is known.
+    """
+    about = _read_about(record)
+    contract = about.get("contract")
+    name = str(contract.get("task") or "") if isinstance(contract, dict) else ""
+    recorded, given = str(about.get("task") or ""), task_name(task)
+    known = recorded in tasks.built_in() or (isinstance(task, str) and given in tasks.built_in())
+    if recorded and recorded != given and known:
+        raise other_task(str(record), recorded, given)
+    return name
+
+
+def other_task(record: str, trained: str, given: str) -> UsageError:
+    """The error for a record of another task."""
+    return UsageError(f"--resume: {record} was trained by task {trained}, not {given}: give that task, or another record")
+
+
+def _read_about(record: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        return read_json(record / "environment.json")
+    return {}
+
+
+def _read_finished(record: Path, place: Place, options: Mapping[str, Any]) -> Result | None:
+    """The result of a finished record; None if the run can continue, or these options extend it."""
+    if not (record / "result.json").exists():
+        return None
+    try:
+        found = Result.read(read_result(record))
+    except RecordError as error:
+        _say_note(f"{error}; the run continues from its last checkpoint", place)
+        return None
+    if found.status == Status.DIVERGED:
+        raise UsageError(f"--resume: {record} diverged and would diverge again: start a new run with other options")
+    if found.status not in (Status.DONE, Status.TARGET_REACHED):
+        return None
+    checkpoint = newest_checkpoint(record)
+    if _is_extended(record, found, options):
+        if checkpoint < 0:
+            raise UsageError(f"--resume: {record} is done and kept no checkpoint to continue from: {_again(record)}")
+        if checkpoint < found.steps:
+            _say_note(
+                f"the last checkpoint of {record} is from step {checkpoint:,}, and the run ended at step {found.steps:,}: the"
+                " steps between are trained again",
+                place,
+            )
+        return None
+    if not (record / "model.safetensors").exists():
+        if checkpoint < 0:
+            raise UsageError(
+                f"--resume: {record} is done, but its model.safetensors is missing and there is no checkpoint to make it from:"
+                f" {_again(record)}"
+            )
+        _say_note(f"{record} is done, but its model.safetensors is missing: continuing from its last checkpoint", place)
+        return None
+    say(f"{record} is already done: model {found.model_sha256[:16]}; {_how_to_extend(record, found)}")
+    return found
+
+
+def _is_extended(record: Path, found: Result, options: Mapping[str, Any]) -> bool:
+    """Whether these options let a finished run train on. Raises a UsageError if they ask for less than it has trained.
+
+    A run that ended at its target needs another target; otherwise it would end again at once.
+    """
+    old, new = _lengths(record, {}), _lengths(record, options)
+    steps_per_epoch = _steps_per_epoch(record, found)
+    total = count_steps(new.epochs, new.max_steps, steps_per_epoch)
+    longer = [name for name in ("epochs", "max_steps") if getattr(new, name) != getattr(old, name)]
+    asked = " ".join(f"{flag(name)} {getattr(new, name)}" for name in longer)
+    if asked and total < found.steps:
+        trained = f"{plural(found.epochs, 'epoch')}, {plural(found.steps, 'step')}"
+        raise UsageError(f"{asked}: {record} has already trained {trained}: give more to extend it, or start a new run")
+    if found.status != Status.TARGET_REACHED:
+        return bool(asked) and total > found.steps
+    accuracy = found.metrics.get("accuracy", 0.0)
+    aims_higher = not new.target_accuracy or new.target_accuracy > accuracy or new.patience > old.patience
+    if asked and not aims_higher:
+        raise UsageError(f"{asked}: {record} ended at its target: {_how_to_extend(record, found)}")
+    return new != old and aims_higher and total > found.steps
+
+
+def _how_to_extend(record: Path, found: Result) -> str:
+    options = _lengths(record, {})
+    if found.status == Status.TARGET_REACHED:
+        return f"to train on, give a higher --target-accuracy than {found.metrics.get('accuracy', 0.0):.4f}, or 0 for none"
+    by_steps = options.max_steps and found.steps >= options.max_steps
+    limit = f"--max-steps above {options.max_steps}" if by_steps else f"--epochs above {options.epochs}"
+    return f"to train on, give {limit}"
+
+
+def _lengths(record: Path, options: Mapping[str, Any]) -> Config:
+    """The options that decide when a run ends, from the record's config.toml unless they are given."""
+    names = {*names_with(Role.LENGTH), "target_accuracy", "patience"}
+    recorded: dict[str, Any] = {}
+    with suppress(UsageError):
+        recorded = read_toml(record / "config.toml", "config.toml")
+    return Config(**check_options({name: value for name, value in {**recorded, **options}.items() if name in names}))
+
+
+def _steps_per_epoch(record: Path, found: Result) -> int:
+    """From the contract or, if that is missing, from what the run did."""
+    contract = _read_about(record).get("contract")
+    said = contract.get("steps_per_epoch") if isinstance(contract, dict) else None
+    return said if isinstance(said, int) and said > 0 else max(1, -(-found.steps // max(1, found.epochs)))
+
+
+def _again(record: Path) -> str:
+    return f"start a new run with --recipe {record / 'config.toml'}"
+
+
+def _recorded_options(record: Path, place: Place) -> dict[str, Any]:
+    """The options of a record that a resumed run takes over."""
+    config = record / "config.toml"
+    if not config.exists():
+        return {}
+    try:
+        read_toml(config, str(config))
+    except UsageError as error:
+        _say_note(f"{error}; give the options that the run was started with", place)
+        return {}
+    left_out = names_with(Role.START).union(() if place.launcher == "alone" else ("workers",))
+    return {name: value for name, value in read_recipe(str(config)).items() if name not in left_out}
+
+
+def _say_note(text: str, place: Place) -> None:
+    if place.launcher != "paceline":  # otherwise the launcher has already printed it
+        say(f"note: {text}")
+
+
+def task_name(task: str | Task) -> str:
+    """The task as a record names it, with one spelling for each file."""
+    name = task.name if isinstance(task, Task) else task
+    return os.path.normpath(name) if ".py" in name else name
