@@ -33,23 +33,42 @@ def plural(count: float, word: str) -> str:
 
 
 def make_table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A table as aligned text; the first `left` columns are left-aligned, numbers right. Cells wrap to fit the terminal.
+    """A table as aligned text; the first `left` columns are left-aligned text, the others are numbers, aligned right.
 
-    Piped output is as wide as it needs to be.
+    In a terminal, long text wraps. If the numbers still do not fit, several tables follow each other, each with the first
+    column. Piped output is as wide as it needs to be.
     """
+    rows = list(rows)
+    width = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else 10_000
+    needed = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
+    needed = [min(most, _TEXT) if i < left else most for i, most in enumerate(needed)]
+    blocks: list[list[int]] = [[0]]
+    for column in range(1, len(heads)):
+        if len(blocks[-1]) > 1 and sum(needed[i] + _GAP for i in (*blocks[-1], column)) - _GAP > width:
+            blocks.append([0])
+        blocks[-1].append(column)
+    return "\n\n".join(_draw_table([[row[i] for i in block] for row in (heads, *rows)], block, left, width) for block in blocks)
+
+
+_TEXT, _GAP = 20, 3  # characters: what text wraps to at least, and between two columns
+
+
+def _draw_table(rows: Sequence[Sequence[str]], columns: Sequence[int], left: int, width: int) -> str:
     from rich.box import Box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=Box("    \n    \n -- \n" + "    \n" * 5, ascii=True), show_edge=False, pad_edge=False)
-    for number, head in enumerate(heads):
-        table.add_column(Text(head), justify="left" if number < left else "right", overflow="fold")
-    for row in rows:
+    for column, head in zip(columns, rows[0], strict=True):
+        table.add_column(
+            Text(head), justify="left" if column < left else "right", overflow="fold", no_wrap=bool(column and column >= left)
+        )
+    for row in rows[1:]:
         table.add_row(*map(Text, row))
-    plain = Console(file=io.StringIO(), width=None if is_terminal(sys.stdout) else 10_000, color_system=None, highlight=False)
-    with plain.capture() as captured:
-        plain.print(table)
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 

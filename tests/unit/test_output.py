@@ -18,6 +18,23 @@ def test_piped_tables_are_not_wrapped() -> None:
     assert "x" * 500 in make_table(["a"], [["x" * 500]])
 
 
+def test_numbers_that_do_not_fit_get_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "30")
+    table = make_table(["N", "images/s", "efficiency", "price"], [["1", "123,000", "100%", "1,000.00"]], left=0)
+    assert table.splitlines() == [
+        "N   images/s   efficiency",
+        "-------------------------",
+        "1    123,000         100%",
+        "",
+        "N      price",
+        "------------",
+        "1   1,000.00",
+    ]
+
+
 def test_a_table_fits_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]

@@ -1,11 +1,9 @@
 """Predictions as text: rounded numbers, plain-text tables and sentences."""
 
 import math
-import shutil
-import sys
 from collections.abc import Sequence
 
-from paceline.output import is_terminal, make_table, plural
+from paceline.output import plural
 from paceline.plan.cluster import Cluster
 from paceline.plan.target import Returns
 
@@ -13,20 +11,6 @@ BARS = (
     "low to high: 90% of 400 random draws of the uncertain inputs, which are the speed between windows, the link, the lag and"
     " the noise scale; errors of the model itself are not included"
 )
-
-_GAP = 3  # between two columns
-
-
-def lay_out(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of numbers. If a terminal is too narrow for it, several below each other, each with the first column."""
-    width = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else 10_000
-    widths = [max(len(row[i]) for row in [heads, *rows]) + _GAP for i in range(len(heads))]
-    blocks: list[list[int]] = [[0]]
-    for column in range(1, len(heads)):
-        if len(blocks[-1]) > 1 and sum(widths[i] for i in (*blocks[-1], column)) - _GAP > width:
-            blocks.append([0])
-        blocks[-1].append(column)
-    return "\n\n".join(make_table([heads[i] for i in b], [[row[i] for i in b] for row in rows], left=0) for b in blocks)
 
 
 def number_words(value: float) -> str:
