@@ -50,6 +50,16 @@ class Schedule:
             return self.peak_lr * (self.warmup_from + (1 - self.warmup_from) * step / peak)
         return self.peak_lr * (self.total_steps - step) / (self.total_steps - peak) if peak < self.total_steps else self.peak_lr
 
+    def corners(self) -> frozenset[int]:
+        """The steps next to a bend or a jump of the learning rate, its peak among them: a curve of every n-th step misses them."""
+        bends: list[float] = [self.warmup_steps] if self.warmup_steps else []
+        bends += [self.peak_at * self.total_steps] if self.shape == "one-cycle" else []
+        bends += [at * self.total_steps for at in self.step_at] if self.shape == "step" else []
+        steps = {step for bend in bends for step in (math.ceil(bend) - 1, math.ceil(bend))}
+        if self.by == "epoch":  # it changes with the first step of an epoch only
+            steps = set(range(0, self.total_steps, self.steps_per_epoch))
+        return frozenset(step for step in steps if 0 < step < self.total_steps)
+
 
 def scale_lr(base_lr: float, k: float, rule: str) -> float:
     """The peak learning rate at k times the reference batch."""

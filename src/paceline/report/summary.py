@@ -17,8 +17,8 @@ def headline(sources: Sequence[Mapping[str, Any]]) -> str:
     """The sentence at the top of a page: one record's summary, or which of several runs were best, fastest or failed."""
     if not sources:
         return "No record to show."
-    if len(sources) == 1:
-        return str(sources[0]["summary"])
+    if len(sources) == 1:  # the page shows an error below the headline, with its line: once is enough
+        return summarize(sources[0], reason=not sources[0].get("error"))
     runs = [source for source in sources if source["kind"] == "train"]
     others = [source for source in sources if source["kind"] != "train"]
     if len(runs) == 1:
@@ -30,13 +30,13 @@ def headline(sources: Sequence[Mapping[str, Any]]) -> str:
     return " ".join(said)
 
 
-def summarize(source: Mapping[str, Any]) -> str:
-    """One record in a sentence. It never raises."""
+def summarize(source: Mapping[str, Any], *, reason: bool = True) -> str:
+    """One record in a sentence, with or without the reason why it failed. It never raises."""
     about = {"train": _train, "scale": _scale, "study": _study}.get(source["kind"])
     if about is None:
         return f"{source['name']} cannot be read as a record: see what is missing below."
     try:
-        return about(source)
+        return about(source if reason else {**source, "why": ""})
     except Exception:  # an edited or foreign record may hold anything
         return f"{source['name']} cannot be summarized: it holds values of unexpected types."
 
