@@ -51,10 +51,13 @@ class Schedule:
         return self.peak_lr * (self.total_steps - step) / (self.total_steps - peak) if peak < self.total_steps else self.peak_lr
 
     def corners(self) -> frozenset[int]:
-        """The steps next to a bend or a jump of the learning rate, its peak among them: a curve of every n-th step misses them."""
+        """The steps on both sides of a bend or jump, the peak among them: a curve of every n-th step would miss these."""
         bends: list[float] = [self.warmup_steps] if self.warmup_steps else []
         bends += [self.peak_at * self.total_steps] if self.shape == "one-cycle" else []
-        bends += [at * self.total_steps for at in self.step_at] if self.shape == "step" else []
+        unit = (
+            self.steps_per_epoch if max(self.step_at, default=0) >= 1 else self.total_steps
+        )  # drops at epochs, or at fractions
+        bends += [at * unit for at in self.step_at] if self.shape == "step" else []
         steps = {step for bend in bends for step in (math.ceil(bend) - 1, math.ceil(bend))}
         if self.by == "epoch":  # it changes with the first step of an epoch only
             steps = set(range(0, self.total_steps, self.steps_per_epoch))

@@ -27,7 +27,7 @@ POLICY = (
 """The content security policy of a page in a file: run its own scripts, load nothing. A library outside the page is added."""
 
 SCRIPTS = (
-    *("state.js", "words.js", "nodes.js", "charts.js"),  # state, text, elements, cards with a chart
+    *("state.js", "words.js", "nodes.js", "charts.js", "axes.js"),  # state, text, elements, cards with a chart, their axes
     *("curves.js", "steps.js", "scaling.js", "timeline.js", "study.js", "landscape.js"),  # sections with charts
     *("overview.js", "page.js"),  # sections without charts; puts the sections on the page
 )

@@ -249,7 +249,10 @@ def _error(status: str, result: Mapping[str, Any]) -> dict[str, str] | None:
     """Why a run failed, the line of the user's code where it did, and the whole traceback; None if it did not fail."""
     if status not in (Status.FAILED, Status.DIVERGED) or not result.get("why"):
         return None
-    return {"why": text(result["why"]), **{name: lines(result.get(name)) for name in ("where", "traceback")}}
+    return {
+        "why": text(result["why"]).removeprefix(f"{status}: "),
+        **{name: lines(result.get(name)) for name in ("where", "traceback")},
+    }
 
 
 def _options(path: AnyPath) -> dict[str, str | int | float]:

@@ -233,12 +233,14 @@ def _study(source: Mapping[str, Any]) -> str:
     said = f"{name} on {study['task']}: {count}, {study['ended']:,}{of} runs"
     if not arms:
         return said + ", no results yet."
+    if study.get("mini"):
+        return said + ". A trial with --mini: its numbers mean nothing."
     best = (max if metric == "accuracy" else min)(arms, key=lambda arm: arm["mean"])
     said += f". Best: {best['name']}, {metric} {best['spread']}"
     verdicts = Counter(arm["verdict"] for arm in study["arms"] if not arm["reference"])
     order = ("better", "equal", "no worse", "worse", "undecided", "no verdict")
     counted = ", ".join(f"{verdicts[name]} {name}" for name in order if verdicts[name])
-    return said + (f". Against {study['reference']}: {counted}." if counted else ".")
+    return said + (f". Compared with {study['reference']}: {counted}." if counted else ".")
 
 
 def _is_number(value: Any) -> bool:

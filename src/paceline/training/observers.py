@@ -57,7 +57,7 @@ class Rows:
     count: int = 0
 
     def add(self, metrics: Mapping[str, float], every: int, last: bool) -> Row | None:
-        """Add a step. Returns a row after `every` steps, or at once if `last`: the end of an epoch, a corner of the schedule."""
+        """Add a step. Returns a row after `every` steps, or now if `last`: at an epoch's end, or where the schedule bends."""
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in metrics.items()}
         self.count += 1
         if self.count < every and not last:

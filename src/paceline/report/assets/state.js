@@ -14,7 +14,7 @@ window.Paceline = { sections: {} };
   };
   const DASHES = ["solid", "dash", "dot", "dashdot"];
   const state = {
-    root: null, sources: [], chartsFirst: false, x: "step", hidden: new Set(), log: new Map(), step: new Map(),
+    root: null, sources: [], x: "step", smooth: 0, share: false, hidden: new Set(), log: new Map(), all: new Set(), step: new Map(),
   };
   const places = new Map(); // a run's id -> its place in the palette while it is shown
 
