@@ -1,4 +1,4 @@
-"""What a reader of a report sees first, and the choices on the page: curves, verdicts, errors, far values, shares, smoothing."""
+"""What a reader of a report sees first, and the choices on the page: far values, shares, smoothing, errors, a shared library."""
 
 import json
 from pathlib import Path
