@@ -20,7 +20,8 @@
   }
 
   // The index of a metric's best validation; -1 for metrics of which nobody knows whether more is better.
-  const UP = /(^|_)(accuracy|acc|f1|auc|precision|recall|score|bleu|iou|dice)(_|$)/, DOWN = /(^|_)(loss|error|perplexity|mae|mse|rmse)(_|$)/;
+  const UP = /(^|_)(accuracy|acc|f1|auc|precision|recall|score|bleu|iou|dice)(_|$)/;
+  const DOWN = /(^|_)(loss|error|perplexity|mae|mse|rmse)(_|$)/;
 
   function bestIndex(name, ys) {
     const sign = UP.test(name) ? 1 : DOWN.test(name) ? -1 : 0;
@@ -28,7 +29,7 @@
     return ys.reduce((best, y, index) => (isNumber(y) && (best < 0 || sign * y > sign * ys[best]) ? index : best), -1);
   }
 
-  // A run's best validation of a metric: {value, epoch}; null if there is none.
+  // A run's best validation of a metric: {value, epoch}; null without one.
   function bestOf(source, name) {
     const ys = column(source, "epoch", `val_${name}`), index = bestIndex(name, ys);
     return index < 0 ? null : { value: ys[index], epoch: (column(source, "epoch", "epoch") || [])[index] };
@@ -103,12 +104,12 @@
     return most > 300 ? { title: "time (min)", by: 60 } : { title: "time (s)", by: 1 };
   }
 
-  const FAR = { well: 25, failed: 3 }; // a failed run may make the axis three times as long, others are left out in extreme cases only
+  const FAR = { well: 25, failed: 3 }; // a failed run may make the axis 3 times as long, the others are left out in extreme cases
   const didWell = (source) => source.tone !== "bad";
 
   // The part of the y axis to show, in the axis's own units, if some runs leave what the others need; null if all fit.
   function nearRange(chart, sources, log) {
-    const scaled = (value) => (isNumber(value) && (!log || value > 0) ? (log ? Math.log10(value) : value * (chart.by || 1)) : null);
+    const scaled = (value) => (!isNumber(value) || (log && value <= 0) ? null : log ? Math.log10(value) : value * (chart.by || 1));
     const groups = sources.map((source) => {
       const range = rangeOf(chart.lines.flatMap(([table, name]) => (column(source, table, name) || []).map(scaled)));
       return range && { ...range, well: didWell(source) };
@@ -131,9 +132,10 @@
       const edge = way === "up" ? range.high : range.low;
       return {
         type: "scatter", mode: "markers", name: line.name, uid: `${line.uid}-${way}`, x: indices.map((index) => line.x[index]),
-        y: indices.map(() => (log ? 10 ** edge : edge)), customdata: indices.map((index) => plain(line.y[index])), cliponaxis: false,
+        y: indices.map(() => (log ? 10 ** edge : edge)), customdata: indices.map((index) => plain(line.y[index])),
+        cliponaxis: false,
         marker: { size: 11, symbol: `triangle-${way}`, color: line.line.color },
-        hovertemplate: `${line.name}: %{customdata}${unit ? " " + unit : ""}, outside the axis<extra></extra>`,
+        hovertemplate: `${line.name}: %{customdata}${unit}, outside the axis<extra></extra>`,
       };
     });
   }
@@ -165,7 +167,7 @@
   function curveFigure(chart, sources, context) {
     const { look, x, range } = context;
     const axis = xAxis(sources, x), shown = sources.filter((source) => !context.hidden.has(source.id)), data = [], marks = [];
-    const two = chart.lines.length > 1;
+    const two = chart.lines.length > 1, unit = chart.unit ? ` ${chart.unit}` : "";
     for (const source of shown) {
       const style = lineStyle(context.color(source.id), look.theme);
       for (const [table, name, what] of chart.lines) {
@@ -187,16 +189,17 @@
             symbol: best < 0 ? "circle" : ys.map((_, index) => (index === best ? "star" : "circle")), opacity: 1,
           },
           customdata: best < 0 ? undefined : ys.map((_, index) => (index === best ? " (best)" : "")),
-          hovertemplate: `${safe(label)}: %{y:,.5~g}${chart.unit ? " " + chart.unit : ""}${best < 0 ? "" : "%{customdata}"}<extra></extra>`,
+          hovertemplate: `${safe(label)}: %{y:,.5~g}${unit}${best < 0 ? "" : "%{customdata}"}<extra></extra>`,
         };
         if (isSmoothed(table, name) && !points) {
-          data.push({ ...line, uid: `${line.uid}-raw`, opacity: 0.28, line: { ...line.line, width: 1.2 }, hoverinfo: "skip", hovertemplate: null });
+          const faint = { opacity: 0.28, line: { ...line.line, width: 1.2 }, hoverinfo: "skip", hovertemplate: null };
+          data.push({ ...line, ...faint, uid: `${line.uid}-raw` });
           line.customdata = line.y.map((y) => plain(y));
           line.y = smooth(line.y, state.smooth);
           line.hovertemplate = `${safe(label)}: %{y:,.4~g} smoothed, %{customdata} in its row<extra></extra>`;
         }
         data.push(line);
-        if (context.range) marks.push(...edgeMarks(line, context.range, context.log, chart.unit));
+        if (range) marks.push(...edgeMarks(line, range, context.log, unit));
       }
     }
     const ticks = x === "time_s" ? "" : ",.10~g";
@@ -308,7 +311,7 @@
 
   function hintOf(each, log, range) {
     const seen = each.lines.map((line) => line[2]).filter(Boolean);
-    const starred = each.lines.some(([table, name]) => table === "epoch" && name.startsWith("val_") && bestIndex(name.slice(4), [1]) === 0);
+    const starred = each.lines.some(([, name]) => name.startsWith("val_") && bestIndex(name.slice(4), [1]) === 0);
     return [
       seen.length > 1
         ? `line: ${seen[0]}; dots: ${seen[1]}` : seen[0] === "validation" || seen[0] === "training" ? seen[0] : each.note || "",
@@ -345,6 +348,7 @@
   }
 
   window.Paceline.sections.tools = { title: "", make: toolbar };
-  window.Paceline.sections.curves = { title: "Curves", quiet: true, grid: true, make: curves }; // below the toolbar a head would only take space
+  // `quiet`: below the toolbar, a visible head would only take space.
+  window.Paceline.sections.curves = { title: "Curves", quiet: true, grid: true, make: curves };
   Object.assign(window.Paceline, { column, xAxis, bestOf });
 })();

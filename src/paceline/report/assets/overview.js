@@ -160,7 +160,8 @@
 
   // Names and folders of runs always differ, and say nothing about the training.
   const OWN = new Set(["record", "name", "runs_dir", "resume", "resumed_at", "extended"]);
-  const worded = (value) => (value === undefined ? "–" : value === true ? "yes" : value === false ? "no" : isNumber(value) ? plain(value) : value);
+  const YES = new Map([[undefined, "–"], [true, "yes"], [false, "no"]]);
+  const worded = (value) => YES.get(value) ?? (isNumber(value) ? plain(value) : String(value));
 
   // What differs between runs: fields of their contracts, and options that the contract does not show.
   function differences(sources) {
@@ -168,8 +169,8 @@
     if (runs.length < 2) return [];
     const valueOf = ({ facts, options = {} }, name) => (name in facts ? facts[name] : options[name]);
     return [{ key: "many", sign: runs.map((source) => [source.id, source.name, source.facts, source.options]), make: () => {
-      const names = [...new Set([...runs.flatMap(({ facts }) => Object.keys(facts)), ...runs.flatMap(({ options = {} }) => Object.keys(options))])]
-        .filter((name) => !OWN.has(name));
+      const all = ["facts", "options"].flatMap((table) => runs.flatMap((run) => Object.keys(run[table] || {})));
+      const names = [...new Set(all)].filter((name) => !OWN.has(name));
       const rows = names.map((name) => ({ name: name.replace(/_/g, " "), values: runs.map((run) => valueOf(run, name)) }));
       const differ = rows.filter(({ values }) => new Set(values.filter((value) => value !== undefined)).size > 1);
       const same = rows.filter((row) => !differ.includes(row));
@@ -179,14 +180,14 @@
           head: ["differs", ...runs.map((source) => source.name)], caption: "Where the runs differ",
           rows: differ.map(({ name, values }) => [name, ...values.map(worded)]),
         });
-        box.querySelectorAll("tbody td").forEach((cell) => cell.classList.add("words"));
+        box.querySelectorAll("tbody td").forEach((cell) => cell.classList.add(runs.length > 4 ? "few-words" : "words"));
         box.querySelectorAll("thead th").forEach((cell) => cell.classList.add("wrapped"));
         card.append(box);
       } else card.append(node("p", { class: "text" }, "These runs have the same contract and the same options."));
       if (same.length) {
         card.append(node(
           "details", {}, node("summary", { "data-focus": "same" }, `The same for all (${same.length})`),
-          pairs(same.map(({ name, values }) => [name, String(worded(values.find((value) => value !== undefined)))]), "The same for all"),
+          pairs(same.map(({ name, values }) => [name, worded(values.find((value) => value !== undefined))]), "The same for all"),
         ));
       }
       return card;

@@ -3,7 +3,9 @@
 "use strict";
 (() => {
   const { sections, state, givePlaces, startTheme, reconcile, node, overview } = window.Paceline;
-  const ORDER = ["tools", "curves", "differences", "step", "scaling", "timeline", "study", "landscape", "contract", "notes", "environment"];
+  const ORDER = [
+    "tools", "curves", "differences", "step", "scaling", "timeline", "study", "landscape", "contract", "notes", "environment",
+  ];
 
   // options.headline: the sentence at the top.
   function render(root, sources, options = {}) {

@@ -25,7 +25,8 @@
       const below = arm.mean < range.low, inset = 0.012 * (range.high - range.low);
       return [{
         type: "scatter", mode: "markers+text", uid: `far${index}`, x: [below ? range.low + inset : range.high - inset], y: [index],
-        text: [figure(arm.mean)], textposition: below ? "middle right" : "middle left", textfont: { color: colors[index], size: 12 },
+        text: [figure(arm.mean)], textposition: below ? "middle right" : "middle left",
+        textfont: { color: colors[index], size: 12 },
         marker: { size: 11, symbol: below ? "triangle-left" : "triangle-right", color: colors[index] }, cliponaxis: false,
         hovertemplate: `<b>${safe(clip(arm.name, 60))}</b><br>${safe(arm.spread)}, outside the axis<extra></extra>`,
       }];
@@ -37,7 +38,8 @@
     isNumber(arm.mean)
       ? []
       : [{
-        xref: "paper", x: 0, xanchor: "left", xshift: 8, y: index, showarrow: false, font: { color: arm.failed ? look.bad : look.soft, size: 12 },
+        xref: "paper", x: 0, xanchor: "left", xshift: 8, y: index, showarrow: false,
+        font: { color: arm.failed ? look.bad : look.soft, size: 12 },
         text: safe(`no value: ${arm.failed} of ${arm.runs} did not finish`),
       }]
   ));
