@@ -143,7 +143,7 @@ def test_an_arm_at_chance_does_not_flatten_the_others(page: "Page", folder: Path
 
 
 def test_shares_of_a_step_the_peak_of_the_rate_and_smoothing(page: "Page", folder: Path, tmp_path: Path) -> None:
-    record = make_train(tmp_path / "one")
+    record = make_train(tmp_path / "one", schedule="constant by epoch")
     rewrite(
         record,
         lambda row: row | ({"lr": 1 - abs(row["step"] - 25) / 100, "loss": row["step"] % 2} if row["kind"] == "step" else {}),
@@ -151,6 +151,7 @@ def test_shares_of_a_step_the_peak_of_the_rate_and_smoothing(page: "Page", folde
     show(page, folder, "choices", record)
     rate = plot(page, "lr")["data"][0]
     assert rate["x"][rate["y"].index(max(rate["y"]))] == 25
+    assert rate["line"]["shape"] == "vh"  # by epoch: a row's rate holds for the steps before it
     page.locator("#step").scroll_into_view_if_needed()
     page.locator("[data-key=components] button", has_text="Show %").click()
     bars = plot(page, "components")

@@ -50,6 +50,7 @@
     return ys.map((y, index) => (isNumber(y) ? (y + sums[index][0]) / (1 + sums[index][1]) : null));
   }
 
+  const isByEpoch = ({ facts }) => String((facts || {}).schedule).includes("by epoch");
   const isSmoothed = (table, name) => state.smooth > 0 && table !== "epoch" && name !== "lr";
 
   const has = (values) => Array.isArray(values) && values.some(isNumber);
@@ -183,7 +184,10 @@
           uid: uid(`run${context.color(source.id)}`, table, name),
           x: axis.by === 1 ? xs : xs.map((value) => (value === null ? null : value / axis.by)),
           y: chart.by ? ys.map((value) => (value === null ? null : value * chart.by)) : ys,
-          line: { color: style.color, dash: dotted ? DOTTED[style.dash] : style.dash, width: dotted ? 1.4 : 1.8 },
+          line: {
+            color: style.color, dash: dotted ? DOTTED[style.dash] : style.dash, width: dotted ? 1.4 : 1.8,
+            shape: name === "lr" && isByEpoch(source) ? "vh" : "linear", // a rate holds up to its row
+          },
           marker: {
             size: best < 0 ? 7 : ys.map((_, index) => (index === best ? 14 : 7)), color: style.color,
             symbol: best < 0 ? "circle" : ys.map((_, index) => (index === best ? "star" : "circle")), opacity: 1,
