@@ -47,7 +47,7 @@ def test_every_section_is_drawn_and_reachable_by_keyboard(page: "Page", report: 
     page.goto(report)
     page.wait_for_function(DRAWN)
     heads = page.locator("h2").all_inner_texts()
-    assert heads[:4] == ["Contract", "Curves", "Where a step's time went", "Scaling"]
+    assert heads[:4] == ["Curves", "Differences", "Where a step's time went", "Scaling"]
     assert heads[4:] == ["Timeline", "Study", "Loss surface", "Notes and problems", "Environment"]
     assert len(traces(page, "loss")) == 4  # training and validation of both
     colors = [trace["line"]["color"] for trace in traces(page, "m-accuracy")]
@@ -186,7 +186,7 @@ def test_a_phone_scrolls_only_down(page: "Page", report: str) -> None:
     page.wait_for_function(DRAWN)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     wide = """() => [...document.querySelectorAll("main *")]
-        .filter(each => !each.closest(".table-box, .plot") && each.getBoundingClientRect().right > 361)
+        .filter(each => !each.closest(".table-box, .plot, .nav") && each.getBoundingClientRect().right > 361)
         .map(each => each.outerHTML.slice(0, 80))"""
     assert page.evaluate(wide) == []
     heights = "[...document.querySelectorAll('[data-key^=buckets] tbody td')].map(cell => cell.clientHeight)"

@@ -30,7 +30,8 @@ from urllib.parse import parse_qs
 from paceline.board.listing import Listing
 from paceline.board.live import MOST_FOLLOWED, Live, aside
 from paceline.errors import UsageError
-from paceline.report.page import SCRIPTS, asset, plotly, render
+from paceline.report.library import plotly
+from paceline.report.page import SCRIPTS, asset, render
 from paceline.report.read import read_source
 
 if TYPE_CHECKING:

@@ -62,6 +62,20 @@ class Schedule:
             return self.peak_lr * (self.warmup_from + (1 - self.warmup_from) * step / peak)
         return self.peak_lr * (self.total_steps - step) / (self.total_steps - peak) if peak < self.total_steps else self.peak_lr
 
+    def corners(self) -> frozenset[int]:
+        """The steps at a bend, the peak among them, and on both sides of a drop: a curve of every n-th step would miss them.
+
+        None for a schedule by epoch: the last step of an epoch has the whole epoch's learning rate.
+        """
+        if self.by == "epoch":
+            return frozenset()
+        bends = (self.warmup_steps, self.peak_at * self.total_steps if self.shape == "one-cycle" else 0)
+        steps = {max((math.ceil(bend) - 1, math.ceil(bend)), key=self.lr) for bend in bends if bend > 0}
+        if self.shape == "step":
+            unit = self.steps_per_epoch if max(self.step_at, default=0) >= 1 else self.total_steps  # epochs, or fractions
+            steps |= {step for at in self.step_at for step in (math.ceil(at * unit) - 1, math.ceil(at * unit))}
+        return frozenset(step for step in steps if 0 < step < self.total_steps)
+
 
 def scale_lr(base_lr: float, k: float, rule: str) -> float:
     """The peak learning rate at k times the reference batch."""

@@ -12,20 +12,21 @@ from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from paceline.contract import contract_lines
-from paceline.errors import PacelineError, reason
+from paceline.errors import PacelineError, UsageError, reason
 from paceline.files import is_locked, read_json
 from paceline.output import plural
 from paceline.records import unit_of
 from paceline.report.confined import AnyPath
-from paceline.report.series import Columns, Metrics, number, read_metrics_columns, short, text, thin
+from paceline.report.series import Columns, Metrics, lines, number, read_metrics_columns, short, text, thin
 from paceline.report.summary import summarize, tone
 from paceline.report.tables import order_components, view_landscape, view_scale, view_study
 from paceline.report.timeline import view_timeline
 from paceline.status import Status
 from paceline.study.results import check_results
+from paceline.toml import read_toml
 
 STUDY_FILES = ("study.json", "results.json")
 """The files that may hold a study's results."""
@@ -54,9 +55,11 @@ def read_source(path: AnyPath, end: int | None = None) -> dict[str, Any]:
         "path": str(path),
         "status": Status.UNKNOWN,
         "why": "",
+        "error": None,
         "when": None,
         "contract": [],
         "facts": {},
+        "options": {},
         "unit": "samples",
         "environment": {},
         "last": {},
@@ -171,7 +174,7 @@ def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
         if not (metrics.step.count or metrics.epoch.count):
             problems.append("metrics.jsonl has no steps: no curves")
     facts = _object(about.get("contract")) | _object(_object(metrics.resumed).get("contract"))
-    source["facts"] = {name: value for name, value in facts.items() if isinstance(value, str | int | float)}
+    source["facts"] = {name: value for name, value in facts.items() if _is_plain(value)}
     source["unit"] = unit_of(source["facts"])
     source["contract"] = _contract(facts)
     source["environment"] = _environment(about, _object(metrics.resumed))
@@ -184,6 +187,8 @@ def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
     if source["status"] == Status.CUT_SHORT:
         problems.append("result.json is missing and no run is writing to this record: the run was cut short")
     source["why"] = text(result.get("why"))
+    source["error"] = _error(source["status"], result)
+    source["options"] = _options(path / "config.toml")
     _set_epochs(metrics, number(facts.get("steps_per_epoch")))
     source["series"] = {name: thin(getattr(metrics, name)) for name in ("step", "epoch", "health")}
     source["notes"] = metrics.notes
@@ -238,6 +243,29 @@ def _fill_unknown(source: dict[str, Any], path: AnyPath) -> None:
     else:
         _read_json(path, source["problems"])
         source["problems"] = source["problems"] or ["JSON, but neither study results nor a scaling measurement"]
+
+
+def _error(status: str, result: Mapping[str, Any]) -> dict[str, str] | None:
+    """Why a run failed, the line of the user's code where it did, and the whole traceback; None if it did not fail."""
+    if status not in (Status.FAILED, Status.DIVERGED) or not result.get("why"):
+        return None
+    return {
+        "why": text(result["why"]).removeprefix(f"{status}: "),
+        **{name: lines(result.get(name)) for name in ("where", "traceback")},
+    }
+
+
+def _options(path: AnyPath) -> dict[str, str | int | float]:
+    """The options in a record's config.toml; empty if it cannot be read. They only serve to compare runs."""
+    try:
+        found = read_toml(cast(Path, path), path.name)
+    except UsageError:
+        return {}
+    return {
+        text(name, 60): text(value, 200) if isinstance(value, str) else value
+        for name, value in found.items()
+        if _is_plain(value)
+    }
 
 
 def _contract(facts: Mapping[str, Any]) -> list[list[str]]:
@@ -336,6 +364,10 @@ def _read_json(path: AnyPath, problems: list[str]) -> dict[str, Any] | None:
 
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float)
 
 
 def _either(value: float | None, other: float | None) -> float | None:

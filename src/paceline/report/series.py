@@ -143,6 +143,13 @@ def text(value: Any, most: int = 2_000) -> str:
     return words if len(words) <= most else words[:most] + " ..."
 
 
+def lines(value: Any, most: int = 20_000) -> str:
+    """Like `text`, but with its line breaks, and the end is kept if it is long: a traceback ends with the error."""
+    words = value if isinstance(value, str) else ""
+    kept = words if len(words) <= most else "... " + words[-most:]
+    return "\n".join(text(line, most) for line in kept.expandtabs(4).splitlines()).rstrip()
+
+
 def _rows(path: AnyPath, found: Metrics, end: int | None) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         at = 0

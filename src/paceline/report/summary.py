@@ -17,8 +17,8 @@ def headline(sources: Sequence[Mapping[str, Any]]) -> str:
     """The sentence at the top of a page: one record's summary, or which of several runs were best, fastest or failed."""
     if not sources:
         return "No record to show."
-    if len(sources) == 1:
-        return str(sources[0]["summary"])
+    if len(sources) == 1:  # the page shows an error below the headline, with its line: once is enough
+        return summarize(sources[0], reason=not sources[0].get("error"))
     runs = [source for source in sources if source["kind"] == "train"]
     others = [source for source in sources if source["kind"] != "train"]
     if len(runs) == 1:
@@ -30,13 +30,13 @@ def headline(sources: Sequence[Mapping[str, Any]]) -> str:
     return " ".join(said)
 
 
-def summarize(source: Mapping[str, Any]) -> str:
-    """One record in a sentence. It never raises."""
+def summarize(source: Mapping[str, Any], *, reason: bool = True) -> str:
+    """One record in a sentence, with or without the reason why it failed. It never raises."""
     about = {"train": _train, "scale": _scale, "study": _study}.get(source["kind"])
     if about is None:
         return f"{source['name']} cannot be read as a record: see what is missing below."
     try:
-        return about(source)
+        return about(source if reason else {**source, "why": ""})
     except Exception:  # an edited or foreign record may hold anything
         return f"{source['name']} cannot be summarized: it holds values of unexpected types."
 
@@ -233,12 +233,14 @@ def _study(source: Mapping[str, Any]) -> str:
     said = f"{name} on {study['task']}: {count}, {study['ended']:,}{of} runs"
     if not arms:
         return said + ", no results yet."
+    if study.get("mini"):
+        return said + ". A trial with --mini: its numbers mean nothing."
     best = (max if metric == "accuracy" else min)(arms, key=lambda arm: arm["mean"])
     said += f". Best: {best['name']}, {metric} {best['spread']}"
     verdicts = Counter(arm["verdict"] for arm in study["arms"] if not arm["reference"])
     order = ("better", "equal", "no worse", "worse", "undecided", "no verdict")
     counted = ", ".join(f"{verdicts[name]} {name}" for name in order if verdicts[name])
-    return said + (f". Against {study['reference']}: {counted}." if counted else ".")
+    return said + (f". Compared with {study['reference']}: {counted}." if counted else ".")
 
 
 def _is_number(value: Any) -> bool:

@@ -56,6 +56,7 @@ def view_study(results: Mapping[str, Any], problems: list[str]) -> dict[str, Any
         "ended": ended,
         "legend": legend(text(metric), margin, int(number(results.get("per_device")) or 1)),
         "note": text(results.get("note")),
+        "mini": results.get("mini") is True or study.get("mini") is True,
     }
 
 

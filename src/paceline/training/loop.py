@@ -117,6 +117,7 @@ class _Fit:
         self.health = Health(run, self.clock)
         self.profile: Profile | None = None
         self._ahead: tuple[int, list[Step]] = (-1, [])
+        self._corners = run.update.schedule.corners()
 
     def train(self) -> None:
         """All epochs that are left."""
@@ -306,7 +307,7 @@ class _Fit:
                 progress.first_loss = metrics["loss"]
             progress.result = replace(progress.result, steps=step + 1)
             noise = dict(zip(_NOISE, values[PAYLOAD:], strict=False))
-            row = progress.rows.add(metrics | noise, run.config.log_every, step + 1 == end)
+            row = progress.rows.add(metrics | noise, run.config.log_every, step + 1 == end or step in self._corners)
             if row is not None:
                 row, lr = self._explain(row, run.update.schedule.lr(step))
                 self.noise_scale = row.get("noise_scale")

@@ -65,7 +65,7 @@ class Rows:
     count: int = 0
 
     def add(self, metrics: Mapping[str, float], every: int, last: bool) -> Row | None:
-        """Add a step. Returns a row after `every` steps and after the last step of an epoch."""
+        """Add a step. Returns a row after `every` steps, or now if `last`: at an epoch's end, or where the schedule bends."""
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in metrics.items()}
         self.count += 1
         if self.count < every and not last:
@@ -85,7 +85,7 @@ class Observer(Protocol):
         """One line that the user should know."""
 
     def step(self, row: Row) -> None:
-        """Every `log_every` steps."""
+        """Every `log_every` steps, at the end of an epoch, and where the learning rate bends or jumps."""
 
     def validating(self, epoch: int, done: int, total: int) -> None:
         """When a chunk of a validation starts: the `done`-th of rank 0's `total`."""

@@ -175,3 +175,30 @@ def test_the_step_schedule_after_warm_up():
 def test_adascale_leaves_the_schedule_at_base_lr():
     found = make_schedule(Config(base_lr=0.1, lr_rule="adascale", schedule="constant"), k=8, steps_per_epoch=4, total_steps=8)
     assert found.lr(5) == 0.1
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(peak_lr=1.0, total_steps=282, steps_per_epoch=47, shape="one-cycle", warmup_from=0.1),
+        Schedule(peak_lr=1.0, total_steps=100, steps_per_epoch=10, shape="cosine", warmup_steps=33),
+        Schedule(peak_lr=1.0, total_steps=100, steps_per_epoch=10, shape="step", step_at=(0.333, 0.75), warmup_steps=4),
+    ],
+)
+def test_rows_at_the_corners_and_epoch_ends_give_the_curve(schedule: Schedule) -> None:
+    """A curve of every tenth step is exact to 1.5% of the peak with the corners: a bend may be between two steps."""
+    total, per_epoch = schedule.total_steps, schedule.steps_per_epoch
+    kept = [step for step in range(total) if step % 10 == 9 or step % per_epoch == per_epoch - 1 or step in schedule.corners()]
+    assert max(schedule.lr(step) for step in kept) == max(lrs(schedule))
+    for low, high in itertools.pairwise(kept):
+        for step in range(low, high):
+            drawn = schedule.lr(low) + (schedule.lr(high) - schedule.lr(low)) * (step - low) / (high - low)
+            assert drawn == pytest.approx(schedule.lr(step), abs=0.015)
+    assert len(schedule.corners()) <= 5
+
+
+def test_a_constant_rate_and_the_ends_are_no_corners() -> None:
+    assert not Schedule(peak_lr=1.0, total_steps=100, steps_per_epoch=10).corners()
+    assert not Schedule(peak_lr=1.0, total_steps=9, steps_per_epoch=10, shape="one-cycle", peak_at=0.0).corners()
+    by_epoch = Schedule(peak_lr=1.0, total_steps=56, steps_per_epoch=7, by="epoch", warmup_steps=35)
+    assert not by_epoch.corners()  # every epoch's rate is in the row of its last step

@@ -10,9 +10,10 @@ import pytest
 
 from harness.pages import make_scale, make_train
 from paceline.board.board import own_asset
-from paceline.errors import PacelineError, RecordError, UsageError
+from paceline.errors import RecordError, UsageError
 from paceline.records import find_record
-from paceline.report.page import POLICY, SCRIPTS, asset, embed, plotly, render, report_verb, write_report
+from paceline.report.library import plotly
+from paceline.report.page import POLICY, SCRIPTS, asset, embed, render, report_verb, write_report
 from paceline.report.read import read_source
 
 BOARD_SCRIPTS = [path.name for path in (files("paceline.board") / "assets").iterdir() if path.name.endswith(".js")]
@@ -133,13 +134,6 @@ def test_a_broken_record_still_has_a_page(tmp_path: Path) -> None:
     path.mkdir()
     (path / "metrics.jsonl").write_bytes(b"\x00\xff\n")
     assert "metrics.jsonl: 1 line" in write_report([path], tmp_path / "p.html").read_text()
-
-
-def test_without_plotly_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.report.page.find_spec", lambda name: None)
-    plotly.cache_clear()
-    with pytest.raises(PacelineError, match="pip install plotly"):
-        plotly()
 
 
 def test_every_script_has_its_place_and_is_short_enough_to_read() -> None:

@@ -13,6 +13,7 @@ from harness.pages import make_landscape, make_scale, make_timeline, make_train
 from paceline.board.summaries import read_summary
 from paceline.records import Record
 from paceline.report.read import find_sources, is_running, read_source
+from paceline.report.summary import headline
 
 STUDY = Path(__file__).parents[3] / "studies" / "results" / "batch.json"
 
@@ -220,3 +221,54 @@ def test_the_newest_source_comes_last_and_others_are_left_out(tmp_path: Path) ->
     make_train(tmp_path / ".hidden")
     assert [path.name for path in find_sources(tmp_path)] == ["b", "a", "c"]
     assert find_sources(tmp_path / "gone") == []
+
+
+def fail(record: Path, status: str = "failed", **said: Any) -> Path:
+    result = json.loads((record / "result.json").read_text())
+    (record / "result.json").write_text(json.dumps({**result, "status": status, **said}))
+    return record
+
+
+def test_a_failed_run_has_its_error_the_users_line_and_the_traceback(demo: Path) -> None:
+    trace = "Traceback:\n\tFile x\x1b[31m\n" + "".join(f"  line {place}\n" for place in range(5_000)) + "ValueError: no\n"
+    where = "my_task.py, line 12, in objective\n    return model(batch).loss"
+    source = read_source(fail(demo, why="ValueError: no", where=where, traceback=trace))
+    assert (source["error"]["why"], source["error"]["where"]) == ("ValueError: no", where)
+    assert source["error"]["traceback"].startswith("... ")
+    assert source["error"]["traceback"].endswith("\n  line 4999\nValueError: no")
+    assert "ValueError: no. It was set to train" in source["summary"]
+    assert headline([source]).startswith(
+        "demo failed after 60 of 60 steps. It was set to train cnn"
+    )  # the page shows the error
+    source = read_source(fail(demo, "diverged", why="diverged: the loss is nan", where=3, traceback=None))
+    assert source["error"] == {"why": "the loss is nan", "where": "", "traceback": ""}
+    assert read_source(fail(demo, "interrupted", why="SIGTERM"))["error"] is None
+    assert read_source(fail(demo, "done"))["error"] is None
+
+
+def test_options_are_read_to_compare_runs(demo: Path) -> None:
+    assert read_source(demo)["options"] == {}
+    (demo / "config.toml").write_text('label_smoothing = 0.1\nflip = true\nname = "a\\u001bb"\nx = [1]\n')
+    assert read_source(demo)["options"] == {"label_smoothing": 0.1, "flip": True, "name": "a b"}
+    (demo / "config.toml").write_text("= broken")
+    assert read_source(demo)["options"] == {}
+
+
+def test_a_run_without_validation_and_one_that_was_extended_after_it_was_done(demo: Path) -> None:
+    rows = [json.loads(line) for line in (demo / "metrics.jsonl").read_text().splitlines()]
+    more = [{**rows[-2], "kind": "epoch", "step": step, "epoch": step // 20, "val_accuracy": 0.9} for step in (60, 80)]
+    resume = {"kind": "resume", "step": 60, "contract": {"total_steps": 80, "epochs": 4}}
+    (demo / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, resume, *more]))
+    source = read_source(fail(demo, "done", metrics={"accuracy": 0.9}, steps=80, epochs=4))
+    assert source["problems"] == []
+    assert source["series"]["epoch"]["epoch"] == [1, 2, 3, 4]
+    assert source["facts"]["total_steps"] == 80
+    assert "to accuracy 0.9000 in 4 epochs" in source["summary"]
+    bare = [{name: value for name, value in row.items() if not name.startswith("val_")} for row in rows]
+    (demo / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bare))
+    source = read_source(fail(demo, "done", metrics={}, steps=60, epochs=3))
+    assert source["problems"] == []
+    assert (source["last"]["accuracy"], source["last"]["loss"], source["last"]["train_loss"]) == (None, None, 0.05)
+    assert source["summary"].startswith(
+        "demo trained cnn on fashion-mnist-mini with 2 workers (V = 2, global batch 256), in 3 epochs"
+    )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.report.read import read_source
 from paceline.report.tables import components_of, view_landscape, view_scale, view_study
 from paceline.study.results import compare_arm, markdown, read_results, spread_words
 
@@ -68,3 +69,13 @@ def test_a_landscape_must_fit_together() -> None:
         problems: list[str] = []
         assert view_landscape(broken, problems) is None
         assert problems
+
+
+def test_a_mini_study_is_marked_as_meaningless(tmp_path: Path) -> None:
+    results = json.loads(RESULTS[0].read_text())
+    assert view_study(results, [])["mini"] is False
+    (tmp_path / "study.json").write_text(json.dumps({**results, "mini": True}))
+    source = read_source(tmp_path)
+    assert source["study"]["mini"] is True
+    assert source["summary"].endswith("A trial with --mini: its numbers mean nothing.")
+    assert "Best" not in source["summary"]

@@ -66,6 +66,15 @@ def test_it_learns_with_each_optimizer_and_precision() -> None:
         assert all(value.dtype == np.float32 for value in trained.weights.values())
 
 
+def test_rows_are_written_where_the_learning_rate_turns() -> None:
+    options = {"global_batch": 20, "reference_batch": 20, "base_lr": 0.25, "schedule": "one-cycle", "log_every": 25}
+    trained = alone(blobs(600), epochs=3, **options)  # 90 steps, and the peak after 30% of them
+    steps = [row["step"] for row in trained.watcher.steps]
+    assert steps == [25, 28, 30, 55, 60, 85, 90]  # a row's step counts from 1
+    rates = [row["lr"] for row in trained.watcher.steps]
+    assert max(rates) == rates[steps.index(28)] == 0.25
+
+
 def test_bf16_is_really_used() -> None:
     seen = set()
 

@@ -303,7 +303,7 @@ function drawReport() {
   if (drawn) window.Paceline.update(found, { headline });
   else if (found.length) {
     drawn = true;
-    window.Paceline.render($("page"), found, { headline, chartsFirst: true });
+    window.Paceline.render($("page"), found, { headline });
     useAxis();
   } else window.Paceline.headline(headline);
   drawChosen(); // in the colors that the page assigned

@@ -162,5 +162,21 @@
 
   const keysOf = (bars) => bars.map((trace) => ({ name: trace.meta, color: trace.marker.color, mark: "box" }));
 
-  Object.assign(window.Paceline, { chart, context, layout, keysOf });
+  // The button of a chart whose axis leaves out values that are far from all others.
+  const allTool = (key) => {
+    const all = state.all.has(key);
+    return {
+      sign: all,
+      make: () => node(
+        "button",
+        {
+          type: "button", class: "button", "aria-pressed": String(all), "data-focus": `${key} all`,
+          onclick: () => { all ? state.all.delete(key) : state.all.add(key); window.Paceline.redraw(); },
+        },
+        all ? "Hide far values" : "Show all values",
+      ),
+    };
+  };
+
+  Object.assign(window.Paceline, { chart, allTool, context, layout, keysOf });
 })();

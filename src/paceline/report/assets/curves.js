@@ -2,8 +2,8 @@
 "use strict";
 (() => {
   const {
-    state, trains, theme, lineStyle, colorPlace, safe, uid, clip, isNumber, seconds, plain, unitOf, node, key, chart, context,
-    layout,
+    state, trains, theme, lineStyle, colorPlace, safe, uid, clip, isNumber, seconds, plain, unitOf, node, key, chart, allTool,
+    context, layout, rangeOf, robustRange, typical,
   } = window.Paceline;
 
   // The dash of a run's epoch lines next to its step lines: runs of the same color have different ones.
@@ -18,6 +18,40 @@
     }
     return columns[name];
   }
+
+  // The index of a metric's best validation; -1 for metrics of which nobody knows whether more is better.
+  const UP = /(^|_)(accuracy|acc|f1|auc|precision|recall|score|bleu|iou|dice)(_|$)/;
+  const DOWN = /(^|_)(loss|error|perplexity|mae|mse|rmse)(_|$)/;
+
+  function bestIndex(name, ys) {
+    const sign = UP.test(name) ? 1 : DOWN.test(name) ? -1 : 0;
+    if (!sign || !has(ys)) return -1;
+    return ys.reduce((best, y, index) => (isNumber(y) && (best < 0 || sign * y > sign * ys[best]) ? index : best), -1);
+  }
+
+  // A run's best validation of a metric: {value, epoch}; null without one.
+  function bestOf(source, name) {
+    const ys = column(source, "epoch", `val_${name}`), index = bestIndex(name, ys);
+    return index < 0 ? null : { value: ys[index], epoch: (column(source, "epoch", "epoch") || [])[index] };
+  }
+
+  // An average of the rows before and after each row, weighted by weight^distance: unlike a one-sided average it does not lag.
+  function smooth(ys, weight) {
+    const sums = ys.map(() => [0, 0]);
+    for (const indices of [ys.keys(), [...ys.keys()].reverse()]) {
+      let sum = 0, whole = 0;
+      for (const index of indices) {
+        sums[index][0] += sum;
+        sums[index][1] += whole;
+        if (isNumber(ys[index])) [sum, whole] = [sum + ys[index], whole + 1];
+        [sum, whole] = [weight * sum, weight * whole];
+      }
+    }
+    return ys.map((y, index) => (isNumber(y) ? (y + sums[index][0]) / (1 + sums[index][1]) : null));
+  }
+
+  const isByEpoch = ({ facts }) => String((facts || {}).schedule).includes("by epoch");
+  const isSmoothed = (table, name) => state.smooth > 0 && table !== "epoch" && name !== "lr";
 
   const has = (values) => Array.isArray(values) && values.some(isNumber);
 
@@ -71,9 +105,46 @@
     return most > 300 ? { title: "time (min)", by: 60 } : { title: "time (s)", by: 1 };
   }
 
+  const FAR = { well: 25, failed: 3 }; // a failed run may make the axis 3 times as long, the others are left out in extreme cases
+  const didWell = (source) => source.tone !== "bad";
+
+  // The part of the y axis to show, in the axis's own units, if some runs leave what the others need; null if all fit.
+  function nearRange(chart, sources, log) {
+    const scaled = (value) => (!isNumber(value) || (log && value <= 0) ? null : log ? Math.log10(value) : value * (chart.by || 1));
+    const groups = sources.map((source) => {
+      const range = rangeOf(chart.lines.flatMap(([table, name]) => (column(source, table, name) || []).map(scaled)));
+      return range && { ...range, well: didWell(source) };
+    }).filter(Boolean);
+    return groups.length > 1 ? robustRange(groups, typical(groups), FAR) : null;
+  }
+
+  // Marks at the edge of the axis, where a line leaves it.
+  function edgeMarks(line, range, log, unit) {
+    const found = { up: [], down: [] };
+    const scaled = (y) => (log ? Math.log10(y) : y);
+    let before = "";
+    line.y.forEach((y, index) => {
+      if (!isNumber(y) || (log && y <= 0)) return;
+      const now = scaled(y) > range.high ? "up" : scaled(y) < range.low ? "down" : "";
+      if (now && now !== before && found[now].length < 20) found[now].push(index);
+      before = now;
+    });
+    return Object.entries(found).filter(([, indices]) => indices.length).map(([way, indices]) => {
+      const edge = way === "up" ? range.high : range.low;
+      return {
+        type: "scatter", mode: "markers", name: line.name, uid: `${line.uid}-${way}`, x: indices.map((index) => line.x[index]),
+        y: indices.map(() => (log ? 10 ** edge : edge)), customdata: indices.map((index) => plain(line.y[index])),
+        cliponaxis: false,
+        marker: { size: 11, symbol: `triangle-${way}`, color: line.line.color },
+        hovertemplate: `${line.name}: %{customdata}${unit}, outside the axis<extra></extra>`,
+      };
+    });
+  }
+
   function isWide(chart, sources) {
     let low = Infinity, high = 0;
-    for (const source of sources) {
+    const well = sources.filter(didWell);
+    for (const source of well.length ? well : sources) {
       for (const [table, name] of chart.lines) {
         for (const value of column(source, table, name) || []) {
           if (value > 0) { low = Math.min(low, value); high = Math.max(high, value); }
@@ -95,34 +166,52 @@
   }
 
   function curveFigure(chart, sources, context) {
-    const { look, x } = context;
-    const axis = xAxis(sources, x), shown = sources.filter((source) => !context.hidden.has(source.id)), data = [];
-    const two = chart.lines.length > 1;
+    const { look, x, range } = context;
+    const axis = xAxis(sources, x), shown = sources.filter((source) => !context.hidden.has(source.id)), data = [], marks = [];
+    const two = chart.lines.length > 1, unit = chart.unit ? ` ${chart.unit}` : "";
     for (const source of shown) {
       const style = lineStyle(context.color(source.id), look.theme);
       for (const [table, name, what] of chart.lines) {
         const xs = column(source, table, x), ys = column(source, table, name);
         if (!has(ys) || !has(xs)) continue;
         const points = table === "epoch" || ys.filter(isNumber).length < 3, dotted = table === "epoch" && two;
+        const best = table === "epoch" && name.startsWith("val_") ? bestIndex(name.slice(4), ys) : -1;
         const label = [
           sources.length > 1 ? clip(source.name, 40) : "", two || sources.length === 1 ? what || chart.title : "",
         ].filter(Boolean).join(", ");
-        data.push({
+        const line = {
           type: "scatter", mode: points ? "lines+markers" : "lines", name: safe(label),
           uid: uid(`run${context.color(source.id)}`, table, name),
           x: axis.by === 1 ? xs : xs.map((value) => (value === null ? null : value / axis.by)),
           y: chart.by ? ys.map((value) => (value === null ? null : value * chart.by)) : ys,
-          line: { color: style.color, dash: dotted ? DOTTED[style.dash] : style.dash, width: dotted ? 1.4 : 1.8 },
-          marker: { size: 7, color: style.color },
-          hovertemplate: `${safe(label)}: %{y:,.5~g}${chart.unit ? " " + chart.unit : ""}<extra></extra>`,
-        });
+          line: {
+            color: style.color, dash: dotted ? DOTTED[style.dash] : style.dash, width: dotted ? 1.4 : 1.8,
+            shape: name === "lr" && isByEpoch(source) ? "vh" : "linear", // a rate holds up to its row
+          },
+          marker: {
+            size: best < 0 ? 7 : ys.map((_, index) => (index === best ? 14 : 7)), color: style.color,
+            symbol: best < 0 ? "circle" : ys.map((_, index) => (index === best ? "star" : "circle")), opacity: 1,
+          },
+          customdata: best < 0 ? undefined : ys.map((_, index) => (index === best ? " (best)" : "")),
+          hovertemplate: `${safe(label)}: %{y:,.5~g}${unit}${best < 0 ? "" : "%{customdata}"}<extra></extra>`,
+        };
+        if (isSmoothed(table, name) && !points) {
+          const faint = { opacity: 0.28, line: { ...line.line, width: 1.2 }, hoverinfo: "skip", hovertemplate: null };
+          data.push({ ...line, ...faint, uid: `${line.uid}-raw` });
+          line.customdata = line.y.map((y) => plain(y));
+          line.y = smooth(line.y, state.smooth);
+          line.hovertemplate = `${safe(label)}: %{y:,.4~g} smoothed, %{customdata} in its row<extra></extra>`;
+        }
+        data.push(line);
+        if (range) marks.push(...edgeMarks(line, range, context.log, unit));
       }
     }
     const ticks = x === "time_s" ? "" : ",.10~g";
+    const lines = data.filter((line) => line.hoverinfo !== "skip").length;
     return {
-      data,
+      data: [...data, ...marks],
       layout: layout(look, {
-        hovermode: data.length <= 12 ? "x unified" : "closest", uirevision: `${chart.key} ${x} ${context.log}`,
+        hovermode: lines <= 12 ? "x unified" : "closest", uirevision: `${chart.key} ${x} ${context.log} ${Boolean(range)}`,
         xaxis: {
           title: { text: axis.title }, tickformat: ticks, hoverformat: ",.5~g", rangemode: "tozero",
           unifiedhovertitle: { text: `${axis.title} %{x:,.4~r}` }, nticks: look.narrow ? 5 : 9,
@@ -130,7 +219,7 @@
         yaxis: {
           type: context.log ? "log" : "linear", rangemode: chart.zero && !context.log ? "tozero" : "normal",
           title: { text: chart.unit || "" }, tickformat: context.log ? "~g" : ",.6~g", nticks: 7,
-          ...(context.log ? {} : flatAxis(data)),
+          ...(range ? { range: [range.low, range.high] } : context.log ? {} : flatAxis(data)),
         },
       }),
     };
@@ -166,7 +255,31 @@
       const ys = column(source, line[0], line[1]).filter(isNumber), by = chart.by || 1;
       said.push(`${source.name}: from ${plain(ys[0] * by)} to ${plain(ys[ys.length - 1] * by)}`);
     }
-    return `Chart: ${chart.title} against ${X_WORDS[context.x]}. ${said.slice(0, 6).join("; ")}.`;
+    return `Chart: ${chart.title} by ${X_WORDS[context.x]}. ${said.slice(0, 6).join("; ")}.`;
+  }
+
+  // The weight of the next row relative to a row itself: averages of about 3, 9 and 39 rows.
+  const SMOOTHING = [[0, "off"], [0.5, "light"], [0.8, "medium"], [0.95, "strong"]];
+
+  // One of several values of `state`, as a row of buttons.
+  function choice(name, label, about, values, more = () => ({})) {
+    return {
+      key: name, sign: state[name],
+      make: () => node(
+        "div", { role: "group", "aria-label": about }, node("span", { class: "label" }, label),
+        node(
+          "span", { class: "switch" },
+          ...values.map(([value, word]) => node(
+            "button",
+            {
+              type: "button", "aria-pressed": String(state[name] === value), "data-focus": `${name} ${value}`, ...more(value),
+              onclick: () => { state[name] = value; window.Paceline.redraw(); },
+            },
+            word,
+          )),
+        ),
+      ),
+    };
   }
 
   function toolbar(sources) {
@@ -174,23 +287,8 @@
     if (!chartsOf(runs).length) return [];
     const axes = [["step", "steps"], ["epoch", "epochs"], ["time_s", "time"]];
     const items = [
-      {
-        key: "x", sign: state.x,
-        make: () => node(
-          "div", { role: "group", "aria-label": "X axis of the charts" }, node("span", { class: "label" }, "X axis"),
-          node(
-            "span", { class: "switch" },
-            ...axes.map(([x, word]) => node(
-              "button",
-              {
-                type: "button", "aria-pressed": String(state.x === x), "data-focus": `x ${x}`, "data-x": x,
-                onclick: () => { state.x = x; window.Paceline.redraw(); },
-              },
-              word,
-            )),
-          ),
-        ),
-      },
+      choice("x", "X axis", "X axis of the charts", axes, (x) => ({ "data-x": x })),
+      choice("smooth", "Smoothing", "Smoothing of the curves", SMOOTHING),
     ];
     if (runs.length > 1) {
       items.push({
@@ -215,32 +313,38 @@
     return items;
   }
 
+  function hintOf(each, log, range) {
+    const seen = each.lines.map((line) => line[2]).filter(Boolean);
+    const starred = each.lines.some(([, name]) => name.startsWith("val_") && bestIndex(name.slice(4), [1]) === 0);
+    return [
+      seen.length > 1
+        ? `line: ${seen[0]}; dots: ${seen[1]}` : seen[0] === "validation" || seen[0] === "training" ? seen[0] : each.note || "",
+      starred ? "star: best" : "", log ? "log scale" : "", range ? "arrows: outside the axis" : "",
+    ].filter(Boolean).join("; ");
+  }
+
+  const logTool = (key, log) => ({
+    sign: log,
+    make: () => node(
+      "button",
+      {
+        type: "button", class: "button", "aria-pressed": String(Boolean(log)), "data-focus": `${key} log`,
+        onclick: () => { state.log.set(key, !log); window.Paceline.redraw(); },
+      },
+      log ? "Linear scale" : "Log scale",
+    ),
+  });
+
   function curves(sources) {
     const runs = trains(sources);
     return chartsOf(runs).map((each) => {
       const wide = each.log && isWide(each, runs), log = state.log.has(each.key) ? state.log.get(each.key) : wide;
-      const seen = each.lines.map((line) => line[2]).filter(Boolean),
-        hint = seen.length > 1
-          ? `line: ${seen[0]}; dots: ${seen[1]}` : seen[0] === "validation" || seen[0] === "training" ? seen[0] : each.note || "";
-      const tools = each.log
-        ? [
-          {
-            sign: log,
-            make: () => node(
-              "button",
-              {
-                type: "button", class: "button", "aria-pressed": String(Boolean(log)), "data-focus": `${each.key} log`,
-                onclick: () => { state.log.set(each.key, !log); window.Paceline.redraw(); },
-              },
-              log ? "Linear scale" : "Log scale",
-            ),
-          },
-        ]
-        : [];
-      const own = (plot) => ({ ...plot, log });
+      const shown = runs.filter((source) => !state.hidden.has(source.id));
+      const near = nearRange(each, shown, log), range = state.all.has(each.key) ? null : near;
+      const tools = [...(near ? [allTool(each.key)] : []), ...(each.log ? [logTool(each.key, log)] : [])];
+      const own = (plot) => ({ ...plot, log, range });
       return chart({
-        key: each.key, title: each.title + (each.unit ? ` (${each.unit})` : ""),
-        hint: log ? [hint, "log scale"].filter(Boolean).join("; ") : hint, tools,
+        key: each.key, title: each.title + (each.unit ? ` (${each.unit})` : ""), hint: hintOf(each, log, range), tools,
         figure: (plot) => curveFigure(each, runs, own(plot)), label: () => curveLabel(each, runs, context()),
         rows: () => curveTable(each, runs, context()),
       });
@@ -248,6 +352,7 @@
   }
 
   window.Paceline.sections.tools = { title: "", make: toolbar };
-  window.Paceline.sections.curves = { title: "Curves", grid: true, make: curves };
-  Object.assign(window.Paceline, { column, xAxis });
+  // `quiet`: below the toolbar, a visible head would only take space.
+  window.Paceline.sections.curves = { title: "Curves", quiet: true, grid: true, make: curves };
+  Object.assign(window.Paceline, { column, xAxis, bestOf });
 })();

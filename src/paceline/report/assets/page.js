@@ -3,13 +3,13 @@
 "use strict";
 (() => {
   const { sections, state, givePlaces, startTheme, reconcile, node, overview } = window.Paceline;
-  const ORDER = ["contract", "tools", "curves", "step", "scaling", "timeline", "study", "landscape", "notes", "environment"];
+  const ORDER = [
+    "tools", "curves", "differences", "step", "scaling", "timeline", "study", "landscape", "contract", "notes", "environment",
+  ];
 
-  // options.chartsFirst: show a run's charts before its contract; a comparison still begins with what differs.
   // options.headline: the sentence at the top.
   function render(root, sources, options = {}) {
     state.root = root;
-    state.chartsFirst = Boolean(options.chartsFirst);
     root.replaceChildren();
     update(sources, options);
   }
@@ -23,26 +23,21 @@
 
   function redraw() {
     if (!state.root) return;
-    const found = order().map((id) => ({ id, ...sections[id], items: sections[id].make(state.sources) }))
+    const found = ORDER.map((id) => ({ id, ...sections[id], items: sections[id].make(state.sources) }))
       .filter((section) => section.items.length);
     const links = found.filter((section) => section.title).map(({ id, title }) => [id, title]);
     found.unshift({ id: "overview", title: "", items: overview(state.sources, links) });
     reconcile(state.root, found.filter((section) => section.items.length).map(shell));
   }
 
-  function order() {
-    if (!state.chartsFirst || state.sources.length > 1) return ORDER;
-    return [...ORDER.filter((id) => !["contract", "notes", "environment"].includes(id)), "contract", "notes", "environment"];
-  }
-
-  function shell({ id, title, grid, items }) {
+  function shell({ id, title, grid, quiet, items }) {
     return {
       key: id,
       make: () => {
         if (id === "tools") return node("div", { class: "toolbar", role: "group", "aria-label": "Chart options" });
         const body = node("div", { class: grid ? "grid" : "" });
         return title
-          ? node("section", { id, "aria-labelledby": `${id}-title` }, node("h2", { id: `${id}-title` }, title), body)
+          ? node("section", { id, "aria-labelledby": `${id}-title` }, node("h2", { id: `${id}-title`, class: quiet ? "quiet" : "" }, title), body)
           : node("section", { id, "aria-label": "Overview" }, body);
       },
       update: (element) => reconcile(id === "tools" ? element : element.lastElementChild, items),
@@ -54,7 +49,13 @@
     if (element) element.textContent = text;
   }
 
-  Object.assign(window.Paceline, { render, update, redraw, headline });
+  // The library that draws the charts did not load: say so, instead of leaving empty cards.
+  function noCharts() {
+    document.getElementById("no-charts").hidden = false;
+    document.documentElement.classList.add("no-charts");
+  }
+
+  Object.assign(window.Paceline, { render, update, redraw, headline, noCharts });
   startTheme();
   const embedded = document.getElementById("sources"), main = document.getElementById("page");
   if (embedded && main) queueMicrotask(() => render(main, JSON.parse(embedded.textContent)));

@@ -143,7 +143,7 @@
       }
     ));
     const said = (what) => found.map(
-      (source) => `${source.name}: ${source.scale.counts.map((row) => `${row.workers} workers ${what(row)}`).join(", ")}`
+      (source) => `${source.name}: ${source.scale.counts.map((row) => `${row.workers} worker${row.workers === 1 ? "" : "s"} ${what(row)}`).join(", ")}`
     ).join("; ");
     const rows = () => scaleRows(found);
     items.push(chart({

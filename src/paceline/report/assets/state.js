@@ -14,7 +14,10 @@ window.Paceline = { sections: {} };
   };
   const DASHES = ["solid", "dash", "dot", "dashdot"];
   const state = {
-    root: null, sources: [], chartsFirst: false, x: "step", hidden: new Set(), log: new Map(), step: new Map(),
+    root: null, sources: [], x: "step", hidden: new Set(), log: new Map(), step: new Map(),
+    smooth: 0, // the weight of smoothing; 0: off
+    share: false, // components of a step as shares, not as times
+    all: new Set(), // the charts that also show far values
   };
   const places = new Map(); // a run's id -> its place in the palette while it is shown
 

@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const {
-    visible, trains, safe, uid, clip, isNumber, seconds, bytes, commas, node, chart, layout, keysOf, column, xAxis,
+    state, visible, trains, safe, uid, clip, isNumber, seconds, bytes, commas, node, chart, layout, keysOf, column, xAxis,
   } = window.Paceline;
 
   const COMPONENTS = {
@@ -24,7 +24,7 @@
     const totals = bars.map((bar) => Object.values(bar.components).reduce((a, b) => a + b, 0));
     const data = names.map((name) => ({
       type: "bar", orientation: "h", name: safe(name), meta: name, uid: uid(name), y: bars.map((_, index) => index),
-      x: bars.map((bar) => (bar.components[name] || 0) * 1e3),
+      x: bars.map((bar, index) => (bar.components[name] || 0) * (state.share ? 100 / totals[index] : 1e3)),
       marker: { color: colorOf(name, look), line: { color: look.card, width: 1 } },
       text: bars.map((bar, index) => (
         (bar.components[name] || 0) / totals[index] >= (look.narrow ? 0.14 : 0.06)
@@ -43,8 +43,8 @@
     return {
       height, data, keys: keysOf(data),
       layout: layout(look, {
-        barmode: "stack", bargap: 0.28, hovermode: "closest", uirevision: "components", dragmode: false,
-        xaxis: { title: { text: "ms per step" }, fixedrange: true, tickformat: ",.6~g" },
+        barmode: "stack", bargap: 0.28, hovermode: "closest", uirevision: `components ${state.share}`, dragmode: false,
+        xaxis: { title: { text: UNIT() }, fixedrange: true, tickformat: ",.6~g", ...(state.share ? { range: [0, 100] } : {}) },
         yaxis: {
           tickvals: bars.map((_, index) => index),
           ticktext: bars.map((bar) => safe(bars.length > 1 ? clip(bar.label, look.narrow ? 14 : 30) : "")), autorange: "reversed",
@@ -54,13 +54,30 @@
     };
   }
 
+  const UNIT = () => (state.share ? "% of a step" : "ms per step");
+
+  // The button that switches all charts of components between times and shares.
+  const shareTool = (key) => ({
+    sign: state.share,
+    make: () => node(
+      "button",
+      {
+        type: "button", class: "button", "aria-pressed": String(state.share), "data-focus": `${key} share`,
+        onclick: () => { state.share = !state.share; window.Paceline.redraw(); },
+      },
+      state.share ? "Show ms" : "Show %",
+    ),
+  });
+
   function componentsTable(bars) {
     const names = [...new Set(bars.flatMap((bar) => Object.keys(bar.components)))];
+    const whole = (bar) => Object.values(bar.components).reduce((a, b) => a + b, 0);
+    const said = (bar, value) => (state.share ? `${((100 * value) / whole(bar)).toFixed(1)}%` : seconds(value));
     return {
       head: ["", ...names, "step"],
       rows: bars.map((bar) => [
-        bar.label, ...names.map((name) => (isNumber(bar.components[name]) ? seconds(bar.components[name]) : "–")),
-        seconds(Object.values(bar.components).reduce((a, b) => a + b, 0)),
+        bar.label, ...names.map((name) => (isNumber(bar.components[name]) ? said(bar, bar.components[name]) : "–")),
+        seconds(whole(bar)),
       ]),
       numbers: 1,
     };
@@ -73,13 +90,15 @@
     const axis = xAxis([source], x), at = column(source, "health", x) || [];
     const kept = at.map((_, index) => index).filter((index) => isNumber(at[index]) && (index === 0 || at[index] > at[index - 1]));
     const xs = [0, ...kept.map((index) => at[index] / axis.by)];
+    const whole = (index) => names.reduce((sum, name) => sum + (health[name][index] || 0), 0) || 1;
+    const by = (index) => (state.share ? 100 / whole(index) : 1e3);
     return {
       data: names.map((name) => {
-        const component = componentOf(name), ys = kept.map((index) => (health[name][index] || 0) * 1e3),
+        const component = componentOf(name), ys = kept.map((index) => (health[name][index] || 0) * by(index)),
           color = colorOf(component, look);
         return {
           type: "scatter", mode: "lines", stackgroup: "components", name: safe(component), uid: uid(name), x: xs, y: [ys[0], ...ys],
-          line: { shape: "vh", width: 0, color }, fillcolor: color, hovertemplate: `${safe(component)}: %{y:.3~g} ms<extra></extra>`,
+          line: { shape: "vh", width: 0, color }, fillcolor: color, hovertemplate: `${safe(component)}: %{y:.3~g}${state.share ? "%" : " ms"}<extra></extra>`,
         };
       }),
       keys: names.map(
@@ -88,12 +107,12 @@
       layout: layout(
         look,
         {
-          hovermode: "x unified", uirevision: `health ${x}`,
+          hovermode: "x unified", uirevision: `health ${x} ${state.share}`,
           xaxis: {
             title: { text: axis.title }, hoverformat: ",.5~g", tickformat: x === "time_s" ? "" : ",.10~g",
             unifiedhovertitle: { text: `up to ${axis.title} %{x:,.4~r}` },
           },
-          yaxis: { title: { text: "ms per step" }, tickformat: ",.6~g" },
+          yaxis: { title: { text: UNIT() }, tickformat: ",.6~g", ...(state.share ? { range: [0, 100] } : {}) },
         },
       ),
     };
@@ -121,14 +140,14 @@
     items.push(chart({
       key: "components", title: "Components of a step",
       hint: "means over workers and steps; communication is only what the backward pass does not hide", wide: true,
-      height: 58 + 40 * bars.length, figure: (plot) => componentsFigure(bars, plot),
+      height: 58 + 40 * bars.length, figure: (plot) => componentsFigure(bars, plot), tools: [shareTool("components")],
       label: () => `Chart: the components of a step. ${bars.map(mostly).join("; ")}.`, rows: () => componentsTable(bars),
     }));
     for (const source of runs.length === 1 ? runs : []) {
       if (source.where.rows > 2) {
         items.push(chart({
           key: `health ${source.id}`, title: "Components of a step during the run", wide: true, height: 280,
-          figure: (plot) => healthFigure(source, plot),
+          figure: (plot) => healthFigure(source, plot), tools: [shareTool("health")],
           label: () => `Chart: the components of a step of ${source.name} over its ${source.where.rows} health rows.`,
         }));
       }

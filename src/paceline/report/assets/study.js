@@ -1,17 +1,58 @@
 // Studies: the arms and their verdicts.
 "use strict";
 (() => {
-  const { lineStyle, safe, clip, isNumber, plain, time, node, table, chart, layout } = window.Paceline;
+  const {
+    state, lineStyle, safe, clip, isNumber, plain, figure, time, node, table, chart, allTool, layout, rangeOf, robustRange,
+  } = window.Paceline;
+
+  // The range of the axis if some arms are far from the reference and the best arm; null if all fit.
+  function armsRange(study) {
+    const spread = (arm) => rangeOf([...arm.values, arm.mean - (arm.sd || 0), arm.mean + (arm.sd || 0)]);
+    const arms = study.arms.filter((arm) => arm.values.length), sign = study.metric === "accuracy" ? -1 : 1;
+    if (arms.length < 2) return null;
+    const best = [...arms].sort((a, b) => sign * (a.mean - b.mean))[0], groups = new Map(arms.map((arm) => [arm, spread(arm)]));
+    const chosen = arms.filter((arm) => arm.reference || arm === best).map((arm) => groups.get(arm));
+    const first = { ...rangeOf(chosen.flatMap(({ low, high }) => [low, high])) };
+    return robustRange([first, ...groups.values()], first, { failed: 6 }, 2 * study.margin);
+  }
+
+  const isFar = (arm, range) => Boolean(range) && isNumber(arm.mean) && (arm.mean < range.low || arm.mean > range.high);
+
+  // The values of arms outside the axis, as arrows at its edge.
+  function edgeMarks(arms, colors, range) {
+    return arms.flatMap((arm, index) => {
+      if (!isFar(arm, range)) return [];
+      const below = arm.mean < range.low, inset = 0.012 * (range.high - range.low);
+      return [{
+        type: "scatter", mode: "markers+text", uid: `far${index}`, x: [below ? range.low + inset : range.high - inset], y: [index],
+        text: [figure(arm.mean)], textposition: below ? "middle right" : "middle left",
+        textfont: { color: colors[index], size: 12 },
+        marker: { size: 11, symbol: below ? "triangle-left" : "triangle-right", color: colors[index] }, cliponaxis: false,
+        hovertemplate: `<b>${safe(clip(arm.name, 60))}</b><br>${safe(arm.spread)}, outside the axis<extra></extra>`,
+      }];
+    });
+  }
+
+  // What to say in the row of an arm without a value.
+  const lost = (arms, look) => arms.flatMap((arm, index) => (
+    isNumber(arm.mean)
+      ? []
+      : [{
+        xref: "paper", x: 0, xanchor: "left", xshift: 8, y: index, showarrow: false,
+        font: { color: arm.failed ? look.bad : look.soft, size: 12 },
+        text: safe(`no value: ${arm.failed} of ${arm.runs} did not finish`),
+      }]
+  ));
 
   function studyFigure(study, context) {
-    const { look } = context, arms = study.arms.filter((arm) => arm.values.length),
+    const { look, range } = context, arms = study.arms.filter((arm) => arm.values.length || arm.runs),
       seeds = arms.flatMap((arm, index) => arm.values.map((value) => [value, index]));
     const tones = {
       better: look.good, equal: look.good, "no worse": look.good, worse: look.bad, undecided: look.warn, reference: look.ink,
     }, colors = arms.map((arm) => tones[arm.verdict] || look.soft);
     const data = [
       ...arms.map((arm, index) => ({
-        type: "scatter", mode: "markers", uid: `mean${index}`, x: [arm.mean], y: [index],
+        visible: isNumber(arm.mean), type: "scatter", mode: "markers", uid: `mean${index}`, x: [arm.mean], y: [index],
         marker: { size: 13, symbol: "line-ns-open", color: colors[index], line: { width: 3, color: colors[index] } },
         error_x: { type: "data", array: [arm.sd || 0], visible: Boolean(arm.sd), color: colors[index], thickness: 2, width: 5 },
         hovertemplate: `<b>${safe(clip(arm.name, 60))}</b><br>${safe(study.metric)} ${safe(arm.spread)}<br>${safe(arm.verdict)}<extra></extra>`,
@@ -22,6 +63,7 @@
         hovertemplate: "one seed: %{x:.4f}<extra></extra>",
       },
     ];
+    data.push(...edgeMarks(arms, colors, range));
     const mean = study.reference_mean, across = { layer: "below", yref: "paper", y0: 0, y1: 1 };
     const shapes = isNumber(mean)
       ? [
@@ -43,8 +85,10 @@
       layout: layout(
         look,
         {
-          hovermode: "closest", shapes, uirevision: "study", margin: { l: 48, r: 16, t: 4, b: 40 },
-          xaxis: { title: { text: safe(study.metric) }, tickformat: ".5~g" },
+          hovermode: "closest", shapes, annotations: lost(arms, look), uirevision: `study ${Boolean(range)}`, margin: { l: 48, r: 16, t: 4, b: 40 },
+          xaxis: {
+            title: { text: safe(study.metric) }, tickformat: ".5~g", ...(range ? { range: [range.low, range.high] } : {}),
+          },
           yaxis: {
             tickvals: arms.map((_, index) => index), ticktext: arms.map((arm) => safe(clip(arm.name, look.narrow ? 16 : 44))),
             range: [arms.length - 0.4, -0.6], fixedrange: true, tickfont: { size: 11 },
@@ -69,31 +113,38 @@
       }
       const ended = found.arms.filter((arm) => arm.values.length);
       if (ended.length) {
+        const key = `chart ${source.id}`, near = armsRange(found), range = state.all.has(key) ? null : near;
+        const far = ended.filter((arm) => isFar(arm, range)).length;
         items.push(chart({
-          key: `chart ${source.id}`, title: `${title}: ${found.metric} by arm`,
-          hint: `band: ${found.reference} ± ${plain(found.margin)}, which counts as equal`, wide: true,
-          height: 58 + 24 * ended.length, figure: (plot) => studyFigure(found, plot),
+          key, title: `${title}: ${found.metric} by arm`,
+          hint: [
+            `band: ${found.reference} ± ${plain(found.margin)}, which counts as equal`,
+            far ? `arrows: ${far === 1 ? "an arm" : `${far} arms`} outside the axis` : "",
+          ].filter(Boolean).join("; "),
+          wide: true, tools: near ? [allTool(key)] : [],
+          height: 58 + 24 * found.arms.length, figure: (plot) => studyFigure(found, { ...plot, range }),
           label: () => `Chart: ${found.metric} by arm. ${ended.map((arm) => `${arm.name} ${arm.spread}`).join("; ")}.`,
         }));
       }
       items.push({ key: `table ${source.id}`, sign: found, make: () => {
         const timed = found.target !== null,
           head = [
-            "arm", `${found.metric}, mean ± sd (n)`, "verdict", `against ${found.reference}`, "failed",
+            "arm", "verdict", `${found.metric}, mean ± sd (n)`, `difference from ${found.reference}`, "failed",
             ...(timed ? [`median time to ${found.target}`] : []), "global batch", "V", "peak lr",
           ];
         const verdict = (arm) => node(
           "span", {}, node("span", { class: `badge ${tones[arm.verdict] || ""}` }, arm.verdict),
-          arm.why ? node("span", { class: "soft" }, ` ${arm.why}`) : "",
+          arm.why ? node("small", { class: "soft" }, arm.why) : "",
         );
         const typical = (arm) => (isNumber(arm.time_to_target_s) ? time(arm.time_to_target_s) : "–");
         const reached = (arm) => `${typical(arm)} (${arm.reached} of ${arm.runs})`;
         const rows = found.arms.map((arm) => [
-          arm.name, arm.spread, verdict(arm), arm.difference || "–", String(arm.failed), ...(timed ? [reached(arm)] : []),
+          arm.name, verdict(arm), arm.spread, arm.difference || "–", String(arm.failed), ...(timed ? [reached(arm)] : []),
           plain(arm.global_batch), plain(arm.virtual_workers), plain(arm.peak_lr),
         ]);
-        const box = table({ head, rows, numbers: 1, caption: `${title}: arms and verdicts` });
-        box.querySelectorAll("tr > :nth-child(3)").forEach((cell) => cell.classList.replace("num", "nowrap"));
+        const box = table({ head, rows, numbers: 2, caption: `${title}: arms and verdicts` });
+        box.querySelectorAll("tbody tr > :nth-child(2)").forEach((cell) => cell.classList.add("verdict-cell"));
+        box.querySelectorAll("thead th").forEach((cell) => cell.classList.add("wrapped"));
         box.querySelectorAll("tbody th").forEach((cell) => cell.classList.add("long"));
         return node("div", { class: "card" }, box, node("p", { class: "text soft" }, found.legend));
       } });

@@ -1,0 +1,212 @@
+"""What a reader of a report sees first, and the choices on the page: far values, shares, smoothing, errors, a small page."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from harness.pages import make_train
+from paceline.report.page import write_report
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+STUDY = Path(__file__).parents[2] / "studies" / "results" / "ingredients.json"
+DESKTOP = {"viewport": {"width": 1400, "height": 900}}
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+SCRIPT = "<script>window.broken=1</script><img src=x onerror='window.broken=2'>"
+DRAWN = "() => [...document.querySelectorAll('.plot')].every(plot => plot.querySelector('svg.main-svg'))"
+PLOT = "key => (({data, layout}) => ({data, layout}))(document.querySelector(`[data-key='${key}'] .plot`))"
+LIBRARY = "plotly.min.js"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose pages share one library file: they are small, and written quickly."""
+    return tmp_path_factory.mktemp("views")
+
+
+def show(page: "Page", folder: Path, name: str, *paths: Path) -> None:
+    out = write_report(paths, folder / f"{name}.html", str(folder / LIBRARY))
+    assert out.stat().st_size < 500_000
+    page.goto(out.as_uri())
+    page.wait_for_function(DRAWN)
+
+
+def plot(page: "Page", key: str) -> Any:
+    return page.evaluate(PLOT, key)
+
+
+def rewrite(record: Path, change: Any) -> Path:
+    """Change the rows of a run."""
+    rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
+    (record / "metrics.jsonl").write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
+    return record
+
+
+def box(page: "Page", selector: str) -> dict[str, float]:
+    found = page.locator(selector).first.bounding_box()
+    assert found
+    return dict(found)
+
+
+@pytest.mark.parametrize(("page_options", "most"), [(DESKTOP, 900), (PHONE, 844)], ids=["desktop", "phone"])
+def test_the_first_curve_is_on_the_first_screen(page: "Page", folder: Path, tmp_path: Path, most: int) -> None:
+    """All of it on a desktop, its top on a phone; the contract comes after the charts, below a small library page."""
+    show(page, folder, "one", make_train(tmp_path / "a-run-with-a-name"))
+    first = box(page, "[data-key=loss] .plot")
+    assert first["y"] + (first["height"] if most == 900 else 60) < most
+    heads = page.locator("h2").all_inner_texts()
+    assert heads[0] == "Curves"
+    assert heads[-3:] == ["Contract", "Notes and problems", "Environment"]
+    show(page, folder, "four", *(make_train(tmp_path / f"run-{place}") for place in range(4)))
+    assert box(page, "[data-key=loss] .plot")["y"] + 100 < most + (200 if most == 844 else 0)
+
+
+@pytest.mark.parametrize("page_options", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_the_verdict_is_the_second_column_and_in_view(page: "Page", folder: Path) -> None:
+    show(page, folder, "study", STUDY)
+    assert page.locator("#study thead th").all_inner_texts()[:2] == ["arm", "verdict"]
+    frame = box(page, "#study .table-box")
+    for cell in page.locator("#study tbody tr > :nth-child(2)").all():
+        at = cell.bounding_box()
+        assert at
+        assert at["x"] + at["width"] <= frame["x"] + frame["width"] + 1
+    clipped = (
+        "[...document.querySelectorAll('#study td, #study th')].filter(cell => cell.scrollWidth > cell.clientWidth + 1).length"
+    )
+    assert page.evaluate(clipped) == 0
+    if page.viewport_size == DESKTOP["viewport"]:
+        assert page.evaluate("(box => box.scrollWidth - box.clientWidth)(document.querySelector('#study .table-box'))") <= 0
+
+
+def test_only_options_that_differ_are_listed_and_the_best_value_beside_the_last(
+    page: "Page", folder: Path, tmp_path: Path
+) -> None:
+    one, two = make_train(tmp_path / "one", record="runs/one"), make_train(tmp_path / "two", record="runs/two", seed=1)
+    for record, smoothing in ((one, 0.0), (two, 0.1)):
+        (record / "config.toml").write_text(f'label_smoothing = {smoothing}\nclip_norm = 1.0\nname = "{record.name}"\n')
+    rewrite(one, lambda row: row | ({"val_accuracy": 0.95} if row["kind"] == "epoch" and row["epoch"] == 2 else {}))
+    show(page, folder, "differ", one, two)
+    table = page.get_by_role("region", name="Where the runs differ")
+    assert table.locator("tbody tr").all_inner_texts() == ["seed\t0\t1", "label smoothing\t0\t0.1"]
+    assert page.locator("#differences details").get_attribute("open") is None
+    assert "clip norm" in (page.locator("#differences details").text_content() or "")
+    row = page.get_by_role("region", name="Results of each run").locator("tbody tr").first.inner_text()
+    assert row.split("\t")[2:4] == ["0.8800", "0.9500 (2)"]
+    [line] = [trace for trace in plot(page, "m-accuracy")["data"] if trace["name"].startswith("one")]
+    assert line["marker"]["symbol"] == ["circle", "star", "circle"]
+    best = page.evaluate("Paceline.bestOf(JSON.parse(document.getElementById('sources').textContent)[0], 'accuracy')")
+    assert best == {"value": 0.95, "epoch": 2}
+
+
+def test_a_diverged_run_does_not_flatten_the_others(page: "Page", folder: Path, tmp_path: Path) -> None:
+    good = [make_train(tmp_path / name) for name in ("one", "two")]
+    bad = make_train(tmp_path / "bad", status="diverged", accuracy=0.3)
+    rewrite(bad, lambda row: row | ({"loss": 10.0 ** row["step"]} if row["kind"] == "step" and row["step"] > 20 else {}))
+    show(page, folder, "diverged", *good, bad)
+    found = plot(page, "loss")
+    low, high = found["layout"]["yaxis"]["range"]
+    assert -0.1 < low < 0.05 < 0.6 < high < 0.7  # the good runs are between 0.05 and 0.6
+    [mark] = [trace for trace in found["data"] if trace["mode"] == "markers"]
+    assert (mark["x"], mark["marker"]["symbol"]) == ([25], "triangle-up")
+    assert mark["y"] == [pytest.approx(high)]
+    assert "arrows: outside the axis" in page.locator("[data-key=loss] .hint").inner_text()
+    page.locator("[data-key=loss] button", has_text="Show all values").click()
+    found = plot(page, "loss")
+    assert not [trace for trace in found["data"] if trace["mode"] == "markers"]
+    assert found["layout"]["yaxis"]["range"][1] > 1e50
+    page.locator("[data-key=loss] button", has_text="Hide far values").wait_for()
+    assert page.locator("[data-key=lr] button", has_text="Show all values").count() == 0  # all fit
+
+
+def test_an_arm_at_chance_does_not_flatten_the_others(page: "Page", folder: Path, tmp_path: Path) -> None:
+    results = json.loads(STUDY.read_text())
+    *_, lost, arm = results["study"]["arms"]
+    for run in results["runs"]:
+        if run["arm"] == arm:
+            run["metrics"]["accuracy"] = 0.1
+    results["runs"] = [run | ({"status": "failed"} if run["arm"] == lost else {}) for run in results["runs"]]
+    (tmp_path / "study.json").write_text(json.dumps({**results, "mini": True}))
+    show(page, folder, "chance", tmp_path)
+    assert "its numbers mean nothing" in page.locator(".banner").inner_text()
+    drawn = "(({data, layout}) => ({data, layout}))(document.querySelector('#study .plot'))"
+    found = page.evaluate(drawn)
+    assert found["layout"]["xaxis"]["range"][0] > 0.5
+    [far] = [trace for trace in found["data"] if trace["uid"].startswith("far")]
+    assert far["text"] == ["0.1000"]
+    assert "no value" in found["layout"]["annotations"][0]["text"]
+    assert "arrows: an arm outside the axis" in page.locator("#study .hint").inner_text()
+    page.locator("#study button", has_text="Show all values").click()
+    assert page.evaluate(drawn)["layout"]["xaxis"]["range"][0] < 0.1
+
+
+def test_shares_of_a_step_the_peak_of_the_rate_and_smoothing(page: "Page", folder: Path, tmp_path: Path) -> None:
+    record = make_train(tmp_path / "one", schedule="constant by epoch")
+    rewrite(
+        record,
+        lambda row: row | ({"lr": 1 - abs(row["step"] - 25) / 100, "loss": row["step"] % 2} if row["kind"] == "step" else {}),
+    )
+    show(page, folder, "choices", record)
+    rate = plot(page, "lr")["data"][0]
+    assert rate["x"][rate["y"].index(max(rate["y"]))] == 25
+    assert rate["line"]["shape"] == "vh"  # by epoch: a row's rate holds for the steps before it
+    page.locator("#step").scroll_into_view_if_needed()
+    page.locator("[data-key=components] button", has_text="Show %").click()
+    bars = plot(page, "components")
+    assert sum(trace["x"][0] for trace in bars["data"]) == pytest.approx(100)
+    assert bars["layout"]["xaxis"]["title"]["text"] == "% of a step"
+    during = page.evaluate("document.querySelector(`[data-key^='health '] .plot`).layout.yaxis.title.text")
+    assert during == "% of a step"  # both charts at once
+    page.locator("[data-key=components] summary").click()
+    assert "66.7%" in page.locator("[data-key=components] tbody").inner_text()
+    page.locator("[data-key=components] button", has_text="Show ms").click()
+    assert plot(page, "components")["layout"]["xaxis"]["title"]["text"] == "ms per step"
+    page.locator("[data-key=loss]").scroll_into_view_if_needed()
+    page.get_by_role("group", name="Smoothing").get_by_role("button", name="medium").click()
+    raw, line = plot(page, "loss")["data"][:2]
+    assert raw["y"][:4] == [1, 0, 1, 0]
+    assert raw["opacity"] < 0.5
+    assert all(0.3 < y < 0.7 for y in line["y"])
+    assert line["customdata"][:2] == ["1", "0"]
+    assert len(plot(page, "lr")["data"]) == 1  # not measured, so not smoothed
+    page.get_by_role("group", name="Smoothing").get_by_role("button", name="off").click()
+    assert plot(page, "loss")["data"][0]["y"][:4] == [1, 0, 1, 0]
+
+
+def test_a_failed_run_opens_with_its_error_as_text(page: "Page", folder: Path, tmp_path: Path) -> None:
+    record = make_train(tmp_path / "failing", status="failed")
+    result = json.loads((record / "result.json").read_text())
+    error = {"why": f"ValueError: {SCRIPT}", "where": f"my_task.py, line 12\n    {SCRIPT}", "traceback": f"Traceback\n{SCRIPT}"}
+    (record / "result.json").write_text(json.dumps({**result, **error}))
+    show(page, folder, "failed", record)
+    shown = page.locator("#overview > div > :first-child")
+    assert shown.get_attribute("aria-label") == "Error"
+    assert shown.locator(".why").inner_text() == f"failed ValueError: {SCRIPT}"
+    assert shown.locator("pre").first.inner_text() == error["where"]
+    assert not shown.locator("details pre").is_visible()
+    shown.locator("summary").click()
+    assert shown.locator("details pre").inner_text() == error["traceback"]
+    assert SCRIPT not in page.locator("#headline").inner_text()
+    show(page, folder, "failed-of-two", record, make_train(tmp_path / "good"))
+    page.get_by_text("Why failing did not finish").click()
+    assert f"failing: ValueError: {SCRIPT}" in page.locator(".failures").inner_text()
+    assert page.evaluate("window.broken") is None
+    assert page.locator("main img, main script").count() == 0
+
+
+def test_runs_without_validation_and_a_missing_library(page: "Page", folder: Path, tmp_path: Path) -> None:
+    record = make_train(tmp_path / "bare")
+    rewrite(record, lambda row: {name: value for name, value in row.items() if not name.startswith("val_")})
+    result = json.loads((record / "result.json").read_text())
+    (record / "result.json").write_text(json.dumps({**result, "metrics": {}}))
+    show(page, folder, "bare", record)
+    assert [trace["name"] for trace in plot(page, "loss")["data"]] == ["training"]
+    assert page.locator(".tiles dt").first.inner_text() == "training loss"
+    assert page.locator("#no-charts").is_hidden()
+    (tmp_path / "empty.js").write_text("")  # a script that loads, but is not plotly's
+    page.goto(write_report([record], tmp_path / "page.html", str(tmp_path / "empty.js")).as_uri())
+    page.get_by_text("plotly's script did not load from the file empty.js").wait_for(timeout=5_000)
+    page.locator("[data-key=loss] summary").click()
+    page.locator("[data-key=loss] details tbody tr").nth(11).wait_for()  # the numbers are there without charts
