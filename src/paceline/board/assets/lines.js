@@ -5,6 +5,7 @@ import { COLUMNS, metricOf, rangeOf, valueOf } from "./columns.js";
 const { commas, isNumber } = window.Paceline;
 const names = new Intl.Collator("en", { numeric: true });
 const BAD = new Set(["failed", "diverged"]);
+const PLACES = ["done", "target reached", "diverged", "failed", "running", "to do"]; // others come before "running"
 
 /**
  * The lines to show, in order. Each has `id`, `summary`, `name`, `level` (1 inside a group), `second` (the text below the name) and,
@@ -99,11 +100,13 @@ function summarize(id, own, members) {
   const scored = members.filter((run) => metricOf(run) === metric && isNumber(run.best)).map((run) => run.best);
   const best = scored.length ? (metric === "accuracy" ? Math.max : Math.min)(...scored) : null;
   const range = (name) => rangeOf(members.map((run) => run[name]));
-  const status = own ? { status: own.status, tone: own.tone } : worst(members);
+  const isRunning = members.some((run) => run.status === "running"); // a study's own files may be older than its runs'
+  const { status, tone } = own && !isRunning ? own : worst(members);
   const times = members.map((run) => run.time_s).filter(isNumber);
   const whens = members.map((run) => run.when).filter(Boolean).sort();
   const group = {
-    id, isGroup: true, ...status,
+    id, status, tone, isGroup: true,
+    ...{ steps: members.filter((run) => run.status !== "running").length, total_steps: (own && own.planned) || members.length },
     name: own ? own.name : id,
     kind: own ? own.kind : "folder",
     task: common(members, "task") || (own && own.task) || null,
@@ -130,7 +133,9 @@ function countStatuses(own, members) {
   if (left > 0) counts.set("to do", left);
   const runs = `${commas(all)} ${all === 1 ? "run" : "runs"}`;
   if (counts.size === 1) return `${runs} ${counts.keys().next().value}`;
-  return `${runs}: ${[...counts].map(([status, count]) => `${commas(count)} ${status}`).join(", ")}`;
+  const place = (status) => (PLACES.includes(status) ? PLACES.indexOf(status) : PLACES.length - 2.5);
+  const ordered = [...counts].sort(([a], [b]) => place(a) - place(b));
+  return `${runs}: ${ordered.map(([status, count]) => `${commas(count)} ${status}`).join(", ")}`;
 }
 
 /** How a folder of runs stands: running if one is, else the status that needs the most attention. */
