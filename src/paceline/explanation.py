@@ -40,12 +40,15 @@ class Explanation:
     record: str = ""
     """The record whose result.json has the traceback, if there is one."""
 
-    def describe(self, *, whole: bool = False) -> str:
-        """The text to print: at most 4 lines unless the traceback is all there is, or the `whole` traceback is wanted."""
+    def describe(self, *, whole: bool = False, hint: bool = True) -> str:
+        """The text to print: at most 4 lines unless the traceback is all there is, or the `whole` traceback is wanted.
+
+        The `hint` says how to get the traceback.
+        """
         lines = [self.why, *(f"  {line}" for line in self.where.splitlines())]
         if self.traceback and (whole or self.unexplained):
             lines += [self.traceback, *[_FOREIGN] * self.unexplained]
-        elif self.where and self.traceback:
+        elif self.where and self.traceback and hint:
             file = f", or {os.path.join(_shorten(self.record), 'result.json')}" if self.record else ""
             lines.append(f"(the whole traceback: --traceback{file})")
         return "\n".join(lines)
