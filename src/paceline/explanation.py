@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from typing import NamedTuple
 
 from paceline.errors import Diverged, PacelineError, Stopped, printable
@@ -222,6 +221,8 @@ def _suggest(error: ModuleNotFoundError) -> str:
     name = error.name or ""
     if name in _PACKAGES:
         return f" (pip install {_PACKAGES[name]})"
+    from importlib import metadata  # here: `paceline --help` should not wait for it
+
     known = {*_PACKAGES, *sys.stdlib_module_names, *metadata.packages_distributions()}
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8) if len(name) <= 100 else []
     return f" (did you mean {near[0]}?)" if near else ""
