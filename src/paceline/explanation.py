@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from typing import NamedTuple
 
 from paceline.errors import Diverged, PacelineError, Stopped, printable
@@ -40,12 +39,15 @@ class Explanation:
     record: str = ""
     """The record whose result.json has the traceback, if there is one."""
 
-    def describe(self, *, whole: bool = False) -> str:
-        """The text to print: at most 4 lines unless the traceback is all there is, or the `whole` traceback is wanted."""
+    def describe(self, *, whole: bool = False, hint: bool = True) -> str:
+        """The text to print: at most 4 lines unless the traceback is all there is, or the `whole` traceback is wanted.
+
+        The `hint` says how to get the traceback.
+        """
         lines = [self.why, *(f"  {line}" for line in self.where.splitlines())]
         if self.traceback and (whole or self.unexplained):
             lines += [self.traceback, *[_FOREIGN] * self.unexplained]
-        elif self.where and self.traceback:
+        elif self.where and self.traceback and hint:
             file = f", or {os.path.join(_shorten(self.record), 'result.json')}" if self.record else ""
             lines.append(f"(the whole traceback: --traceback{file})")
         return "\n".join(lines)
@@ -219,6 +221,8 @@ def _suggest(error: ModuleNotFoundError) -> str:
     name = error.name or ""
     if name in _PACKAGES:
         return f" (pip install {_PACKAGES[name]})"
+    from importlib import metadata  # here: `paceline --help` should not wait for it
+
     known = {*_PACKAGES, *sys.stdlib_module_names, *metadata.packages_distributions()}
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8) if len(name) <= 100 else []
     return f" (did you mean {near[0]}?)" if near else ""

@@ -60,7 +60,7 @@ class WorkerFailed(PacelineError):
     """A worker started by this process failed. The explanation comes from the worker that failed first."""
 
     def __init__(self, explanation: Explanation, exit_code: int) -> None:
-        super().__init__(explanation.describe())
+        super().__init__(explanation.describe(hint=False))  # a Python program has no flags
         self.explanation, self.exit_code = explanation, exit_code
 
 

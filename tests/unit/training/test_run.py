@@ -163,7 +163,7 @@ def test_a_record_that_the_launcher_closes_has_the_failure_of_the_worker(tmp_pat
 def test_a_failed_worker_is_an_exception_with_the_users_line() -> None:
     failure = Failure(1, 0.0, 1, "worker 1 failed first: ValueError: bad", where="my_task.py, line 1\n    x", traceback="all")
     error = run.WorkerFailed(failure.explain(), 1)
-    assert str(error).startswith("worker 1 failed first: ValueError: bad\n  my_task.py, line 1\n      x\n")
+    assert str(error) == "worker 1 failed first: ValueError: bad\n  my_task.py, line 1\n      x"
     assert error.explanation.traceback == "all"
 
 
