@@ -241,7 +241,7 @@ class Config(RemembersGiven):
                 "--local-steps cannot be combined with --sam-rho, --measure-noise or --lr-rule adascale: parts that train by"
                 " themselves have no common gradient"
             )
-        if self.patience > 1 and not self.target_accuracy:
+        if self.patience > 1 and "target_accuracy" not in self.given:
             raise UsageError(
                 f"--patience {self.patience} does nothing without --target-accuracy: it counts the epochs in a row that reach"
                 " the target; give both, or leave --patience out (or set it to 1)"

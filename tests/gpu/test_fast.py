@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from harness.training import Trained, blobs, train_in
-from paceline.config import make_config
 from paceline.core import engine as engine_module
 from paceline.dist.world import World, world
 from paceline.training import tasks
@@ -145,7 +144,7 @@ def test_frozen_and_unused_parameters(here: World, options: dict[str, Any], ddp:
     expected = "the step is captured" if captured else "the step runs without a CUDA graph"
     assert note(quick).startswith(expected), quick.watcher.notes
     np.testing.assert_allclose(losses(slow), losses(quick), rtol=1e-3)
-    untrained = build(replace(blobs(200), model=Tuned), make_config(blobs().defaults), here).model
+    untrained = build(replace(blobs(200), model=Tuned), tasks.configure(blobs(), {}), here).model
     np.testing.assert_array_equal(quick.weights["never.weight"], untrained.never.weight.detach().cpu().numpy())
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from harness.processes import paceline
 from harness.training import blobs, train_in
-from paceline.config import make_config
 from paceline.dist.world import World, world
 from paceline.records import read_metrics
 from paceline.scale import windows
@@ -68,7 +67,7 @@ def test_a_slow_loader_is_input(here: World, fast: str) -> None:
         return batch
 
     task = blobs(prepare=prepare)
-    made = partial(make_config, task.defaults)
+    made = partial(tasks.configure, task)
     measured = windows.measure(lambda profile: build(task, made({"fast": fast, "profile": profile}), here), HOW)
     parts = measured["count"]["components_s"]
     assert max(parts, key=lambda name: parts[name]) == "input"

@@ -92,7 +92,6 @@ def test_a_narrow_terminal_has_several_tables_and_cuts_no_number(make_scale: Mak
     plan = make_plan(Request(record=str(make_scale()), cluster="aws-p5"))
     wide = table(plan).splitlines()
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("paceline.plan.words.is_terminal", lambda stream: True)
     monkeypatch.setattr("paceline.output.is_terminal", lambda stream: True)
     narrow = table(plan).split("\n\n")
     assert len(narrow) > 1
