@@ -21,7 +21,7 @@ from paceline.dist.place import read_place
 from paceline.dist.process import exit_now, stop_spinning_if_shared
 from paceline.dist.watch import mark_own_process
 from paceline.errors import PacelineError, SampleError, Stopped, UsageError, refuse_exit
-from paceline.explanation import explain
+from paceline.explanation import explain, is_device_assert
 from paceline.hints import unknown_flag, unknown_verb
 from paceline.loading import pause_collector
 from paceline.output import close_output, is_terminal, open_output, reader_is_gone, warn
@@ -108,6 +108,8 @@ def run(argv: Sequence[str]) -> int:
 def _explain(error: Exception, whole: bool) -> int:
     """Print what went wrong, once for all workers, and return the exit code."""
     code = error.exit_code if isinstance(error, PacelineError) else 1
+    if is_device_assert(error):
+        _unfreed.append(error)
     place = None
     with suppress(UsageError):  # the error may be about the place itself
         place = read_place()
@@ -127,6 +129,10 @@ def _explain(error: Exception, whole: bool) -> int:
         # rank 0's store whether they are the first.
         time.sleep(_LINGER_S)
     return code
+
+
+_unfreed: list[Exception] = []
+"""Errors whose frames hold tensors of a GPU that cannot be used any more: freeing one would abort the process."""
 
 
 def _prepare_threads() -> None:

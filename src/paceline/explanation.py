@@ -64,7 +64,7 @@ def explain(error: BaseException) -> Explanation:
         return Explanation(why)
     text = printable("".join(traceback.format_exception(error)).rstrip())
     where = find_user_frame(error)
-    unexplained = not (ours or where or _is_out_of_memory(error))
+    unexplained = not (ours or where or _is_out_of_memory(error) or is_device_assert(error))
     return Explanation(why, where, cut_middle(text), unexplained, getattr(error, _ATTRIBUTE, ""))
 
 
@@ -86,6 +86,8 @@ def headline(error: BaseException) -> str:
     line, advice = " ".join((f"{name}: {text}" if text.strip() else name).split()), ""
     if _is_out_of_memory(error):
         line, advice = line.partition(" GPU ")[0].rstrip("."), _LESS_MEMORY  # torch adds ten lines about the GPU
+    elif is_device_assert(error):
+        line, advice = f"{line.partition(_DEVICE_ASSERT)[0]}{_DEVICE_ASSERT}", _OUT_OF_RANGE
     elif isinstance(error, ModuleNotFoundError):
         advice = _suggest(error)
     return printable((line if len(line) <= _HEADLINE else f"{line[: _HEADLINE - 3]}...") + advice)
@@ -205,6 +207,18 @@ _NO_MEMORY = ("CUDA error: out of memory", "not enough memory: you tried to allo
 def _is_out_of_memory(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or any(words in str(error) for words in _NO_MEMORY)
+
+
+_DEVICE_ASSERT = "device-side assert triggered"
+_OUT_OF_RANGE = (
+    ": an index is out of range on the GPU, often a label that the model has no class for; the same command on the CPU,"
+    " with CUDA_VISIBLE_DEVICES= in front, names the line"
+)
+
+
+def is_device_assert(error: BaseException) -> bool:
+    """Whether a check on the GPU failed. CUDA does not say in which line, and cannot be used in this process any more."""
+    return _DEVICE_ASSERT in str(error)
 
 
 _PACKAGES = {

@@ -70,6 +70,27 @@ def test_more_workers_than_gpus_is_one_line(runs: Path) -> None:
     assert "--backend gloo to share them" in done.stderr
 
 
+LABELS = """
+import torch
+from paceline import Arrays, Task, classify
+
+def task():
+    labels = torch.arange(512) % 3
+    labels[7] = 5
+    data = Arrays((torch.randn(512, 10), labels))
+    return Task(name="labels", model=lambda: torch.nn.Linear(10, 3), train=data, objective=classify())
+"""
+
+
+def test_a_label_out_of_range_ends_the_run_in_one_line(runs: Path) -> None:
+    Path("labels_task.py").write_text(LABELS)
+    done = paceline("train", "labels_task.py")
+    assert done.returncode == 1, done.stderr
+    ours = [line for line in done.stderr.splitlines() if "Assertion" not in line]  # the GPU prints one line per bad label
+    assert len(ours) == 1
+    assert "an index is out of range on the GPU" in ours[0]
+
+
 def test_torchrun_with_one_nccl_worker(runs: Path) -> None:
     done = run(["torchrun", "--standalone", "--nproc-per-node", "1", "-m", "paceline", *TINY])
     assert done.returncode == 0, done.stderr

@@ -1,15 +1,16 @@
 """Train in a test's own processes, and tasks small enough to reason about."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from paceline.config import make_config
 from paceline.data.loaders import Arrays
 from paceline.dist.world import World
-from paceline.training import tasks
 from paceline.training.build import build
 from paceline.training.checkpoint.keeper import Keeper
 from paceline.training.loop import fit
@@ -79,7 +80,7 @@ def train_in(world: World, task: Task, options: dict[str, Any], folder: Path | N
 
     With a folder, rank 0 writes its checkpoints there; `resumes` goes on from the last one.
     """
-    run = build(task, tasks.configure(task, {"log_every": 1, **options}), world)
+    run = build(task, make_config(cast(Mapping[str, Any], task.defaults), {"log_every": 1, **options}), world)
     watcher = Watcher()
     result = fit(run, [watcher], Keeper(run, folder if world.is_main else None, watcher.say, resumes))
     weights = {name: tensor.cpu().numpy().copy() for name, tensor in run.model.state_dict().items()}

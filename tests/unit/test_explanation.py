@@ -228,6 +228,15 @@ def test_out_of_memory_is_one_line_with_what_to_do(error: Exception, start: str)
     assert line.endswith("; try --accumulate 2 or more, --parts-at-once 1, --loader streaming or a smaller --global-batch")
 
 
+def test_a_failed_check_on_the_gpu_is_one_line_with_what_to_do():
+    error = RuntimeError(
+        "CUDA error: device-side assert triggered\nSearch for `cudaErrorAssert' in ...\nCUDA kernel errors might"
+    )
+    (line,) = explain(caught(Code(OURS, "def fail():\n    raise error\n", error=error).fail)).describe().splitlines()
+    assert line.startswith("RuntimeError: CUDA error: device-side assert triggered: an index is out of range on the GPU")
+    assert "CUDA_VISIBLE_DEVICES= in front" in line
+
+
 def test_an_error_without_a_line_of_the_users_shows_everything_and_says_so():
     text = explain(caught(Code(OURS, "def fail():\n    raise LookupError('a bug')\n").fail)).describe()
     lines = text.splitlines()
