@@ -15,10 +15,11 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from paceline import __version__
+from paceline.dist.contention import stop_spinning_if_shared
 from paceline.dist.launch import INTERRUPTED, start_as_worker
 from paceline.dist.messages import failed_first, is_lost_contact, send_failure, send_finished
 from paceline.dist.place import read_place
-from paceline.dist.process import exit_now, stop_spinning_if_shared
+from paceline.dist.process import exit_now
 from paceline.dist.watch import mark_own_process
 from paceline.errors import PacelineError, SampleError, Stopped, UsageError, refuse_exit
 from paceline.explanation import explain, is_device_assert
@@ -138,7 +139,7 @@ _unfreed: list[Exception] = []
 def _prepare_threads() -> None:
     """Look at the cores before torch loads. Not in workers: the others would count as other programs."""
     with suppress(UsageError):
-        note = stop_spinning_if_shared() if read_place().launcher == "alone" else ""
+        note = stop_spinning_if_shared(_TRAINING) if read_place().launcher == "alone" else ""
         if note:
             warn(f"note: {note}")
 

@@ -21,7 +21,7 @@ from paceline.flags import add_flags, add_task
 from paceline.options import Role
 from paceline.records import name_for
 from paceline.spread import Comparison, mean
-from paceline.study.results import compare_arm, difference_words, final_values, spread_words, table
+from paceline.study.results import compare_arm, difference_words, final_values, points, spread_words, table
 from paceline.study.study import Arm, Study, is_built_in, parse_seeds, read_base, run_study
 from paceline.toml import packaged_recipes, read_recipe, to_toml
 
@@ -155,7 +155,7 @@ def verdict(results: Mapping[str, Any], workers: int) -> tuple[str | None, list[
 
 
 def _plain_verdict(found: Comparison, metric: str, margin: float) -> str:
-    within = f" within {100 * margin:g} points" if metric == "accuracy" else f" within {margin:g}"
+    within = f" within {points(margin)}" if metric == "accuracy" else f" within {margin:g}"
     return difference_words(found, metric, ", ") + (within if found.verdict == "equal" else "")
 
 

@@ -60,7 +60,7 @@ def test_one_wrong_bit_is_found_on_every_worker() -> None:
         for when, message in zip(("after step 5", "after epoch 1"), messages, strict=True):
             assert when in message
             assert "3.bias" in message
-            assert "worker(s) 1;" in message
+            assert "between worker 0 and worker 1;" in message
 
 
 def test_fingerprints_see_value_place_and_type() -> None:

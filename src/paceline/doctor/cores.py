@@ -167,9 +167,12 @@ def judge_waiting(cores: Cores, env: Mapping[str, str]) -> Iterator[Finding]:
     policy = env.get("OMP_WAIT_POLICY", "").lower()
     if policy == "passive":
         yield Finding("ok", "threads", "threads that wait leave their cores to others (OMP_WAIT_POLICY=passive)", detail=True)
-    elif cores.share < _SHARED:
-        text = "threads that wait keep their cores busy, and other programs need them"
+    elif cores.share < _SHARED and policy:
+        text = f"threads that wait keep their cores busy (OMP_WAIT_POLICY={policy}), and other programs need them"
         yield Finding("slow", "threads", text, "export OMP_WAIT_POLICY=passive")
+    elif cores.share < _SHARED:
+        text = "other programs need the cores: Paceline's commands let idle threads sleep; a script of your own may not"
+        yield Finding("note", "threads", text, "export OMP_WAIT_POLICY=passive")
     else:
         yield Finding("ok", "threads", f"OMP_WAIT_POLICY is {policy or 'not set'}: fine on cores of our own", detail=True)
 

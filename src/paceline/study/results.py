@@ -156,7 +156,7 @@ def _cells(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The table's heads and rows. The verdict comes right after the arm's name."""
     study, metric = results["study"], results["metric"]
     reference, target = study["reference"], study["target_accuracy"]
-    heads = ["arm", f"against {_plain(reference)}", f"{metric}, mean ± sd (n)", "failed"]
+    heads = ["arm", f"difference from {_plain(reference)}", f"{metric}, mean ± sd (n)", "failed"]
     heads += [f"median time to {target:g}"] if target else []
     heads += ["global batch", "V", "peak lr"]
     rows = []
@@ -180,10 +180,15 @@ def _legend_of(results: Mapping[str, Any]) -> str:
 
 def legend(metric: str, margin: float, shared: int) -> str:
     """What the table's columns and verdicts mean; `shared` runs trained on a device at the same time."""
-    words = f"{100 * margin:g} points" if metric == "accuracy" else f"{margin:g}"
+    words = points(margin) if metric == "accuracy" else f"{margin:g}"
     about = f"{metric.capitalize()} of the last validation, without failed runs. Difference [90% interval], margin {words}."
     longer = f" {shared} runs shared each device, so their times are longer than those of a single run." if shared > 1 else ""
     return f"{about} {LEGEND[0].upper()}{LEGEND[1:]}.{longer}"
+
+
+def points(share: float) -> str:
+    """A difference in accuracy: `1 point`, `0.5 points`."""
+    return f"{100 * share:g} point{'s' * (100 * share != 1)}"
 
 
 def spread_words(values: Sequence[float], n: str = "") -> str:

@@ -108,4 +108,4 @@ def test_the_table_needs_no_torch_and_no_run():
         code = f"import sys\nfrom paceline import cli\ncode = cli.run({argv!r})\n{light}"
         done = run([sys.executable, "-c", code])
         assert done.returncode == 0, done
-        assert done.stdout.startswith("arm     against one")
+        assert done.stdout.startswith("arm     difference from one")

@@ -563,7 +563,7 @@ def cells(text: str, arm: str) -> list[str]:
 def test_the_table():
     text = markdown(made(("one", [0.940, 0.941, 0.942]), ("same", [0.941, 0.941, 0.940]), ("low", [0.91, 0.912, 0.911])))
     assert text.startswith(
-        "| arm | against one | accuracy, mean ± sd (n) | failed | median time to 0.9 | global batch | V | peak lr |\n|---|"
+        "| arm | difference from one | accuracy, mean ± sd (n) | failed | median time to 0.9 | global batch | V | peak lr |\n|--"
     )
     assert cells(text, "one") == ["one", "-", "0.9410 ± 0.0010 (3)", "0", "11 s (3 of 3)", "8,192", "64", "3.2"]
     assert cells(text, "same")[1] == "-0.03 points [-0.19, +0.12]: equal"
@@ -610,7 +610,7 @@ def test_a_terminal_gets_aligned_columns_with_the_verdict_second():
     lines = table(made(("one", [0.940, 0.941, 0.942]), ("a long name", [0.91, 0.912, 0.911]))).splitlines()
     assert "|" not in "".join(lines[:4])
     second = len("a long name") + 3
-    assert lines[0].startswith("arm" + " " * (second - 3) + "against one  ")
+    assert lines[0].startswith("arm" + " " * (second - 3) + "difference from one  ")
     assert lines[3][second:].startswith("-3.00 points [-3.17, -2.83]: worse")
     assert lines[2].index("0.9410 ±") == lines[3].index("0.9110 ±"), "columns are aligned"
 

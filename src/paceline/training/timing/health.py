@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.dist.process import core_times, has_wait_policy
+from paceline.dist.contention import core_times, has_wait_policy
 from paceline.training.build import Run
 from paceline.training.timing.clock import Clock, Timed, fill_up, split_steps
 

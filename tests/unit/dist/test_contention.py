@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.dist import process
-from paceline.dist.process import core_times
+from paceline.dist import contention
+from paceline.dist.contention import core_times
+
+VERBS = ("train", "study")
 
 
 @pytest.fixture
@@ -24,19 +26,45 @@ def no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_idle_threads_sleep_only_if_others_use_the_cores(
     busy: float, policy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "_busy_cores", lambda: busy)
-    note = process.stop_spinning_if_shared()
+    monkeypatch.setattr(contention, "_busy_cores", lambda: busy)
+    monkeypatch.setattr(contention, "_trains_here", lambda verbs: False)
+    note = contention.stop_spinning_if_shared(VERBS)
     assert os.environ.get("OMP_WAIT_POLICY") == policy
-    assert ("other programs use 1.2 of" in note) is bool(busy)
+    assert ("other programs use 1.2 of these" in note) is bool(busy)
 
 
 @pytest.mark.usefixtures("no_policy")
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
 def test_a_policy_of_the_user_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_busy_cores", lambda: 2.0)
+    monkeypatch.setattr(contention, "_busy_cores", lambda: 2.0)
     monkeypatch.setenv(name, "17")
-    assert process.stop_spinning_if_shared() == ""
+    assert contention.stop_spinning_if_shared(VERBS) == ""
     assert os.environ.get("OMP_WAIT_POLICY", "17") == "17"
+
+
+@pytest.mark.usefixtures("no_policy")
+@pytest.mark.parametrize(
+    ("command", "cores", "seen"),
+    [
+        ("python -m paceline train my_task.py", {1}, True),
+        ("/venv/bin/python /venv/bin/paceline study s.toml", {0, 1, 2}, True),
+        ("/venv/bin/python /venv/bin/paceline study s.toml --slot 7", {0, 1}, False),
+        ("/venv/bin/python /venv/bin/paceline board", {0, 1}, False),
+        ("python -m paceline train my_task.py", {2, 3}, False),
+        ("vim paceline.py train", {0, 1}, False),
+    ],
+)
+def test_another_run_counts_from_its_start(
+    command: str, cores: set[int], seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pid, words in {os.getpid(): "python -m paceline train x.py", 99_999_999: command}.items():
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "cmdline").write_bytes("\0".join(words.split()).encode() + b"\0")
+    monkeypatch.setattr(contention, "Path", lambda name: tmp_path)
+    monkeypatch.setattr(contention.os, "sched_getaffinity", lambda pid: cores if pid == 99_999_999 else {0, 1})
+    monkeypatch.setattr(contention, "_busy_cores", lambda: 0.0)
+    note = contention.stop_spinning_if_shared(VERBS)
+    assert note == ("another run uses these 2 cores, so idle threads sleep (OMP_WAIT_POLICY=passive)" if seen else "")
 
 
 class Machine:
@@ -44,9 +72,9 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, busy: float, loadavg: str) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: {0, 1})
-        monkeypatch.setattr(process.os, "sysconf", lambda name: 100)
-        monkeypatch.setattr(process, "time", self)
+        monkeypatch.setattr(contention.os, "sched_getaffinity", lambda pid: {0, 1})
+        monkeypatch.setattr(contention.os, "sysconf", lambda name: 100)
+        monkeypatch.setattr(contention, "time", self)
         files = {
             "/proc/loadavg": lambda: loadavg,
             # The other cores of the machine are busy, too, and must not count.
@@ -54,7 +82,7 @@ class Machine:
                 f"cpu{core} {int(100 * self.now_s * use)} 0 0 500 9 0 0 0 0 0" for core, use in enumerate([busy, 0, 1, 1])
             ),
         }
-        monkeypatch.setattr(process, "Path", lambda name: SimpleNamespace(read_text=files[str(name)]))
+        monkeypatch.setattr(contention, "Path", lambda name: SimpleNamespace(read_text=files[str(name)]))
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
@@ -77,7 +105,7 @@ class Machine:
 )
 def test_cores_that_others_keep_busy(busy: float, loadavg: str, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch, busy, loadavg)
-    assert process._busy_cores() == pytest.approx(expected, abs=0.1)
+    assert contention._busy_cores() == pytest.approx(expected, abs=0.1)
 
 
 @pytest.mark.skipif(
