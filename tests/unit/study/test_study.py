@@ -563,7 +563,7 @@ def cells(text: str, arm: str) -> list[str]:
 def test_the_table():
     text = markdown(made(("one", [0.940, 0.941, 0.942]), ("same", [0.941, 0.941, 0.940]), ("low", [0.91, 0.912, 0.911])))
     assert text.startswith(
-        "| arm | difference from one | accuracy, mean ± sd (n) | failed | median time to 0.9 | global batch | V | peak lr |\n|--"
+        "| arm | difference from one | accuracy, mean ± sd (n) | failed | median time to 0.9 | global batch | V | peak lr |\n|-"
     )
     assert cells(text, "one") == ["one", "-", "0.9410 ± 0.0010 (3)", "0", "11 s (3 of 3)", "8,192", "64", "3.2"]
     assert cells(text, "same")[1] == "-0.03 points [-0.19, +0.12]: equal"
