@@ -52,6 +52,7 @@ docs: setup  ## the site from docs/ with the API reference, in site/; works offl
 
 bench: setup  ## measure on CPUs: workers, exact sums, checkpoints, start-up, growth; rewrites bench/results, 30 minutes
 	$(BIN)/python bench/workers.py
+	$(BIN)/python bench/shared_cores.py
 	$(BIN)/python bench/reduce.py
 	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/overhead.py --batch 128 --out bench/results/overhead_cpu.json

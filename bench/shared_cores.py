@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from measurement import spread, write
 
@@ -46,7 +47,17 @@ def main() -> None:
         "load_average_before": [round(value, 2) for value in load],
         "by_way": {way: {case: spread(values) for case, values in cases.items()} for way, cases in found.items()},
     }
+    print(table(result))
     write(args.out, result)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    lines = ["| idle threads | one run, images/s | two runs at once, images/s each |", "|---|---|---|"]
+    for way, cases in result["by_way"].items():
+        cells = [f"{case['median']:,.0f} ({case['min']:,.0f} to {case['max']:,.0f})" for case in cases.values()]
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def train_at_once(runs: int, extra: dict[str, str], epochs: int) -> list[float]:
