@@ -1,6 +1,6 @@
 """Images/s of a run alone, and of two runs that share all cores, by how idle OpenMP threads wait.
 
-    python bench/shared_cores.py [--rounds 3] [--epochs 4]
+    python bench/shared_cores.py [--rounds 5] [--epochs 4]
 
 Runs the real command (`paceline train fashion-mnist-mini`, fp32, 3,000 images); the first epoch is not counted. The ways take
 turns within a round, so a busy machine slows all of them. "spinning" is libgomp's default. "passive" is
@@ -29,7 +29,7 @@ WAYS = {
 def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "shared_cores.json"))
     args = parser.parse_args()
