@@ -1,8 +1,8 @@
 """Cores that other programs use as well. Does not import torch.
 
-An idle thread of OpenMP spins for a while before it sleeps. On cores of our own that is fastest: a small model on 8 cores trained
-1.5 and 2.7 times as fast in two trials. When two runs share their cores, threads that spin keep out threads that have work, and
-both runs collapse. It is enough that the threads of one of them sleep (`bench/shared_cores.py`).
+An idle thread of OpenMP spins for a while before it sleeps. On cores of our own that is fastest: a small model on 8 cores
+trained 1.5 and 2.7 times as fast in two trials. When two runs share their cores, threads that spin keep out threads that have
+work, and both runs collapse. It is enough that the threads of one of them sleep (`bench/shared_cores.py`).
 """
 
 import os
