@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def run(argv: Sequence[str]) -> int:
     """Run a command line and return its exit code.
 
-    An error is printed as one line and the user's own frame; with its traceback if that is asked for or says more.
+    An error is printed as one line with the user's own frame. The traceback follows with --traceback, or if no line of it is
+    the user's.
     """
     verb, whole = "", _TRACEBACK in argv
     try:
@@ -119,25 +120,25 @@ def _explain(error: Exception, whole: bool) -> int:
         return code
     prefix = f"paceline: worker {rank}: " if place and place.size > 1 else "paceline: "
     known = failed_first(error)
-    shared = isinstance(error, UsageError | Stopped) and not isinstance(error, SampleError)  # these come to all workers
+    shared = isinstance(error, UsageError | Stopped) and not isinstance(error, SampleError)  # all workers raise these
     first = known if known is not None else rank == 0 or not shared
     if first:
-        lost = "lost contact with another worker: its own error is the cause"
+        lost = "lost contact with another worker, whose own error is the cause"
         warn(prefix + (lost if is_lost_contact(error) else explain(error).describe(whole=whole)))
     hosts_store = bool(known and place and rank == 0 and place.launcher != "torchrun")
     if hosts_store or not (first or isinstance(error, Stopped)):
-        # The launcher may end all workers when one ends: let the first one print its error before. And let the others look into
-        # rank 0's store whether they are the first.
+        # The launcher may end all workers when one ends: give the first one time to print its error. Rank 0 also hosts the
+        # store in which the others look up whether they were first.
         time.sleep(_LINGER_S)
     return code
 
 
 _unfreed: list[Exception] = []
-"""Errors whose frames hold tensors of a GPU that cannot be used any more: freeing one would abort the process."""
+"""Errors whose frames hold tensors of a GPU that is no longer usable: freeing such a tensor would abort the process."""
 
 
 def _prepare_threads() -> None:
-    """Look at the cores before torch loads. Not in workers: the others would count as other programs."""
+    """Check before torch loads whether others use the cores. Not in workers: they would count each other as other programs."""
     with suppress(UsageError):
         note = stop_spinning_if_shared(_TRAINING) if read_place().launcher == "alone" else ""
         if note:
@@ -206,7 +207,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
 
 
 def _plain(argv: Sequence[str]) -> list[str]:
-    """The arguments, with `help VERB`, `--help VERB` and `version` written as argparse knows them."""
+    """The arguments, with `help VERB`, `--help VERB` and `version` in the form that argparse expects."""
     match list(argv):
         case ["help" | "--help" | "-h", str(verb), *more] if not verb.startswith("-"):
             return [verb, "--help-all" if "--help-all" in more else "--help"]

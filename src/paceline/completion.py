@@ -1,6 +1,6 @@
 """`paceline completion bash|zsh|fish`: a script that completes verbs, flags, choices and file names in a shell.
 
-It is made from the parsers of all verbs, and static: completing starts no Python. zsh runs the script of bash.
+The script is generated from the parsers of all verbs and is static: completing does not start Python. zsh uses the bash script.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Flag:
     about: str
     takes_value: bool
     values: tuple[str, ...]
-    """Known values; empty if there are none: then file names are completed."""
+    """Known values. If empty, file names are completed."""
 
 
 @dataclass(frozen=True)

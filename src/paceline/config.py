@@ -167,7 +167,7 @@ class Config(RemembersGiven):
     """What the step schedule multiplies the learning rate by at each drop."""
 
     epochs: int = _run(5, Role.MODEL, Role.LENGTH, Role.COMMON, at_least=1)
-    """Epochs to train, at most. With --resume, more epochs than before extend a run, finished or not."""
+    """Epochs to train, at most. With --resume, a larger number than before extends a run, finished or not."""
     max_steps: int = _run(0, Role.MODEL, Role.LENGTH, Role.WHOLE_RUN, at_least=0)
     """Stop after N steps (0: no limit)."""
     target_accuracy: float = _run(0.0, Role.TIMING, Role.WHOLE_RUN, at_least=0, at_most=1)
@@ -199,7 +199,7 @@ class Config(RemembersGiven):
     """Continue a record, given by its folder or name, from its last checkpoint. Without a value: the record called --name, or
     this task's newest unfinished record; if there is no such record, start a new run."""
     checkpoint_every: str = _record("60s", Role.OPERATION, parse=parse_every, metavar="N|Xs")
-    """How often to write a checkpoint: every N steps (500) or every X seconds (60s); 0: never."""
+    """When to write a checkpoint: every N steps (500) or every X seconds (60s), and at the end of the run; 0: never."""
     keep: int = _record(2, Role.OPERATION, at_least=1)
     """How many checkpoints to keep."""
     profile: bool = _record(False, Role.OPERATION, Role.WHOLE_RUN)

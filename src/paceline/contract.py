@@ -58,7 +58,7 @@ class Contract:
     resumed_at: int | None = None
     """The step that a resumed run continues from."""
     extended: str = ""
-    """What changes for a run that was resumed to train longer than planned before."""
+    """What changes in a resumed run that trains longer than first planned."""
 
     def lines(self) -> list[tuple[str, str]]:
         """(name, text) of each line to print. A resumed run prints only what may have changed."""

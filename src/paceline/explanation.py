@@ -48,8 +48,8 @@ class Explanation:
         if self.traceback and (whole or self.unexplained):
             lines += [self.traceback, *[_FOREIGN] * self.unexplained]
         elif self.where and self.traceback and hint:
-            file = f", or {os.path.join(_shorten(self.record), 'result.json')}" if self.record else ""
-            lines.append(f"(the whole traceback: --traceback{file})")
+            file = f", or see {os.path.join(_shorten(self.record), 'result.json')}" if self.record else ""
+            lines.append(f"(for the whole traceback, add --traceback{file})")
         return "\n".join(lines)
 
 
@@ -70,7 +70,7 @@ def explain(error: BaseException) -> Explanation:
 
 def note_record(error: BaseException, record: str) -> None:
     """Remember which record has the traceback of this error."""
-    with suppress(AttributeError):  # a class of the user's with slots
+    with suppress(AttributeError):  # the user's error class has __slots__
         setattr(error, _ATTRIBUTE, record)
 
 
@@ -115,7 +115,7 @@ def deepest_user_frame(frames: Iterable[traceback.FrameSummary]) -> str:
 
 
 def cut_middle(text: str) -> str:
-    """A traceback without its middle if it is very long: both ends say more."""
+    """A traceback, without its middle if it is very long: the two ends are more useful."""
     half = _MOST_TRACEBACK // 2
     return text if len(text) <= 2 * half else f"{text[: half - 10]}\n[...]\n{text[10 - half :]}"
 
@@ -149,7 +149,7 @@ def _original(name: str, text: str) -> tuple[str, str]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what caused it. What happened before one of our own errors need not have caused it."""
+    """The error and its causes. An error that was being handled when one of ours was raised need not be its cause."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -175,7 +175,7 @@ def _is_users(file: str) -> bool:
 
 
 def _library_folders() -> set[str]:
-    """Paceline and the standard library, and generated code; packages are recognized by the names of their folders."""
+    """Paceline, the standard library and generated code. Packages are recognized by the names of their folders."""
     found = [os.path.dirname(__file__), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))]
     found += [os.environ[name] for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR") if os.environ.get(name)]
     return {made for path in found for made in (os.path.abspath(path), os.path.realpath(path))}
@@ -211,13 +211,13 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 _DEVICE_ASSERT = "device-side assert triggered"
 _OUT_OF_RANGE = (
-    ": an index is out of range on the GPU, often a label that the model has no class for; the same command on the CPU,"
-    " with CUDA_VISIBLE_DEVICES= in front, names the line"
+    ": an index is out of range on the GPU, often a label that the model has no class for; to see the line, run the same"
+    " command on the CPU, with CUDA_VISIBLE_DEVICES= in front"
 )
 
 
 def is_device_assert(error: BaseException) -> bool:
-    """Whether a check on the GPU failed. CUDA does not say in which line, and cannot be used in this process any more."""
+    """Whether a check on the GPU failed. CUDA does not say in which line, and this process can no longer use it."""
     return _DEVICE_ASSERT in str(error)
 
 

@@ -90,7 +90,7 @@ def _add_help_all(parser: argparse.ArgumentParser, uncommon: Mapping[argparse.Ac
     arguments = " ".join(str(action.metavar or action.dest) for action in parser._get_positional_actions())
     parser.usage = f"%(prog)s {arguments} [options]"
     shown = [action for action in parser._get_optional_actions() if action.help != argparse.SUPPRESS and action.dest != "help"]
-    parser.epilog = f"all {len(shown) + len(uncommon)} options: {parser.prog} {arguments} --help-all"
+    parser.epilog = f"to list all {len(shown) + len(uncommon)} options: {parser.prog} --help-all"
     parser.add_argument("--help-all", action=_HelpAll, uncommon=uncommon)
 
 

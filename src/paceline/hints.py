@@ -1,7 +1,7 @@
 """What to use instead of an option that does not exist: the answer for names that other tools use, or the nearest name.
 
-`--lr` is near to `--loader` in spelling only. So names that users bring from other tools have an answer that says what to use
-here and what it means; only other names get the nearest one.
+`--lr` is close to `--loader` only in spelling. So a name that users bring from other tools has an answer, which says what to
+use here and what it means. All other names get the nearest one.
 """
 
 import difflib
@@ -23,7 +23,7 @@ TABLE = {
         "use {warmup_epochs} or {warmup_steps} with {schedule=cosine}, linear or constant (one-cycle, the default, warms up by"
         " itself)"
     ),
-    "milestones": "use {step_at} (fractions of the run) with {schedule=step}",
+    "milestones": "use {step_at} (epochs such as 30,60, or fractions of the run) with {schedule=step}",
     "gamma lr-decay lr-gamma": "use {step_factor} (what {schedule=step} multiplies the learning rate by at each drop)",
     "optim opt": "use {optimizer} (sgd, adamw, lars, lamb, novograd or muon)",
     "wd l2": "use {weight_decay} (norm layers and biases have none unless {decay_all})",
@@ -92,7 +92,7 @@ TABLE = {
     "steps num-steps iterations iters max-iters max-iterations train-steps": "use {max_steps=N} (stop after N steps)",
     "dry-run fast-dev-run": "use {max_steps=3} (stop after a few steps)",
     "early-stopping early-stop": (
-        "use {target_accuracy} and {patience} (stop when that many epochs in a row reach it); stopping on a plateau is not"
+        "use {target_accuracy} and {patience} (stop when N epochs in a row reach the target); stopping on a plateau is not"
         " available"
     ),
     # Records and output
@@ -110,7 +110,7 @@ TABLE = {
     "log-interval log-freq logging-steps print-freq log-steps": "use {log_every=N} (a row in metrics.jsonl every N steps)",
     "wandb mlflow comet": "not available: {tracker=tensorboard} is the only tracker; every run is also in metrics.jsonl",
     "tensorboard tb": "use {tracker=tensorboard}",
-    "verbose v": "not available: {log_every=1} writes every step to metrics.jsonl; {traceback} shows all of an error",
+    "verbose v": "not available: {log_every=1} writes every step to metrics.jsonl; {traceback} shows the whole traceback",
     "debug": "use {traceback} (the whole traceback of an error) and {workers=1}, {max_steps=3} for a short run",
     "quiet q silent": "not available: send the output to a file; {runs_dir} has the metrics of every run",
     "config config-file cfg conf c": "use {recipe=FILE} (options from a TOML file or a packaged recipe)",
@@ -162,7 +162,7 @@ def unknown_key(name: str, known: Iterable[str]) -> UsageError:
 def find_hint(name: str, known: Iterable[str]) -> str:
     """What to use instead of a name, in the form of the known names: `--base-lr` or `base_lr`. Empty if there is no hint.
 
-    The answers are for the options of a run. They do not count for `paceline plan`, whose --workers are others.
+    The answers apply only to verbs that take the options of a run: --workers means something else in `paceline plan`.
     """
     names, name = sorted(known), name[:100]  # matching a long name is slow
     flags = name.startswith("-")

@@ -50,7 +50,7 @@ def make_table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int = 
     return "\n\n".join(_draw_table([[row[i] for i in block] for row in (heads, *rows)], block, left, width) for block in blocks)
 
 
-_TEXT, _GAP = 20, 3  # characters: what text wraps to at least, and between two columns
+_TEXT, _GAP = 20, 3  # characters: the least width of a column of wrapped text, and the gap between two columns
 
 
 def _draw_table(rows: Sequence[Sequence[str]], columns: Sequence[int], left: int, width: int) -> str:

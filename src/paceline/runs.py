@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs-dir", default="runs", metavar="DIR", help="folder of records, or of a study [runs]")
     parser.add_argument("-n", type=int, metavar="N", dest="most", help=f"list the newest N [{_SHOWN}]")
     parser.add_argument("--all", action="store_true", dest="everything", help="list all")
-    parser.add_argument("--task", default="", metavar="TASK", help="only runs of this task, also in studies")
+    parser.add_argument("--task", default="", metavar="TASK", help="only runs of this task, including those in studies")
     statuses = ", ".join(_STATUSES)
-    parser.add_argument("--status", default="", help=f"only runs of this status, also in studies: {statuses}")
-    parser.add_argument("--json", action="store_true", help="print all records, also those in studies, as JSON")
+    parser.add_argument("--status", default="", help=f"only runs with this status, including those in studies: {statuses}")
+    parser.add_argument("--json", action="store_true", help="print all records, including those in studies, as JSON")
 
 
 def run(options: dict[str, Any]) -> int:
@@ -109,7 +109,7 @@ def _folded(id: str, study: Summary, runs: Sequence[Summary]) -> Summary:
 def describe(shown: Sequence[Summary], of: int, folder: str, filtered: bool = False) -> str:
     """The table, and below it what the folders hold, why runs failed, and how many older records there are."""
     if not shown:
-        return f"no {'such runs' if filtered else 'records'} in {_plain(folder)}"
+        return f"no {'matching runs' if filtered else 'records'} in {_plain(folder)}"
     rows = [_row(line) for line in shown]
     width = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else 10_000
     columns = _fitting(rows, width)

@@ -111,7 +111,7 @@ def test_the_failing_worker_is_shown_first(kind: str, first_line: str, also: str
     if kind in ("raise", "data"):
         assert lines[1] == f"  {also}"
         assert lines[2].strip().startswith("raise ")
-        assert lines[3].startswith("(the whole traceback: --traceback")
+        assert lines[3].startswith("(for the whole traceback, add --traceback")
     if kind != "kill":
         assert len(lines) == (4 if kind in ("raise", "data") else 1), "nothing of the other workers follows"
     assert not tagged(tag)

@@ -202,7 +202,11 @@ def test_a_broken_task_file_is_one_line_and_the_users_own(capsys, runs, text, wo
     line, *frame = capsys.readouterr().err.splitlines()
     assert line.startswith("paceline: ")
     assert words in line
-    assert frame == [f"  my_task.py, {where}", f"      {text.splitlines()[-1].strip()}", "(the whole traceback: --traceback)"]
+    assert frame == [
+        f"  my_task.py, {where}",
+        f"      {text.splitlines()[-1].strip()}",
+        "(for the whole traceback, add --traceback)",
+    ]
     assert not runs.exists()
 
 
@@ -241,7 +245,7 @@ def test_an_error_in_the_objective_is_one_line_and_the_users_own(capsys, runs):
         f"paceline: {why}",
         f"  {where}",
         "      inputs, labels = batch",
-        "(the whole traceback: --traceback, or runs/x/result.json)",
+        "(for the whole traceback, add --traceback, or see runs/x/result.json)",
     ]
     result = read_result(runs / "x")
     assert (result["status"], result["why"], result["where"]) == ("failed", why, f"{where}\n    inputs, labels = batch")
@@ -268,7 +272,7 @@ def test_a_missing_task_file_says_where_it_looked(mistake, tmp_path):
     assert f"task file my_task.py does not exist (looked in {tmp_path})" in mistake("train", "my_task.py")
 
 
-def test_a_mended_task_file_is_read_again(capsys):
+def test_a_fixed_task_file_is_read_again(capsys):
     for text in ("first", "second, longer"):
         Path("my_task.py").write_text(f"raise ValueError('{text}')\n")
         assert cli.run(["train", "my_task.py"]) == 2
@@ -350,7 +354,7 @@ def test_only_rank_0_speaks_of_the_users_mistake(capsys, monkeypatch):
     assert capsys.readouterr().err == "paceline: worker 0: --epochs is 0: it must be at least 1\n"
 
 
-def test_every_rank_speaks_of_its_own_samples(capsys, monkeypatch):
+def test_every_rank_reports_its_own_samples(capsys, monkeypatch):
     def refuse(*_: Any, **__: Any) -> None:
         raise SampleError("samples 3 and 7 differ")
 
@@ -362,7 +366,7 @@ def test_every_rank_speaks_of_its_own_samples(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_of_workers_that_others_started_the_one_that_failed_first_speaks(capsys, monkeypatch, first):
+def test_under_another_launcher_the_worker_that_failed_first_prints_its_error(capsys, monkeypatch, first):
     def fail(*_: Any, **__: Any) -> None:
         error = UsageError("mine")
         claim_first(SimpleNamespace(add=lambda key, amount: 1 if first else 2), error)

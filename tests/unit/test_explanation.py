@@ -248,9 +248,12 @@ def test_an_error_without_a_line_of_the_users_shows_everything_and_says_so():
 def test_what_is_printed_is_short_and_names_the_record():
     error = caught(in_task("def objective():\n    return 1 / 0\n").objective)
     short = ["ZeroDivisionError: division by zero", "  my_task.py, line 2, in objective", "      return 1 / 0"]
-    assert explain(error).describe().splitlines() == [*short, "(the whole traceback: --traceback)"]
+    assert explain(error).describe().splitlines() == [*short, "(for the whole traceback, add --traceback)"]
     note_record(error, str(Path.cwd() / "runs" / "x"))
-    assert explain(error).describe().splitlines() == [*short, "(the whole traceback: --traceback, or runs/x/result.json)"]
+    assert explain(error).describe().splitlines() == [
+        *short,
+        "(for the whole traceback, add --traceback, or see runs/x/result.json)",
+    ]
     whole = explain(error).describe(whole=True).splitlines()
     assert whole[:4] == [*short, "Traceback (most recent call last):"]
     assert whole[-1] == short[0]

@@ -46,7 +46,7 @@ def test_help_lists_the_common_options_and_says_where_the_others_are(verb, show)
     assert out.startswith(f"usage: paceline {verb} {task} [options]\n")
     flags = cli.make_parser([verb])[1][verb]._option_string_actions
     own = {action for name, action in flags.items() if action.dest not in (*FIELDS, "help", "help_all")}
-    assert out.endswith(f"\nall {len(own) + len(FIELDS - HIDDEN[verb])} options: paceline {verb} {task} --help-all\n")
+    assert out.endswith(f"\nto list all {len(own) + len(FIELDS - HIDDEN[verb])} options: paceline {verb} --help-all\n")
 
 
 @pytest.mark.parametrize("verb", HIDDEN)

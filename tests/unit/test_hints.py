@@ -54,7 +54,7 @@ def test_every_option_that_an_answer_names_exists(names):
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_the_table_has_no_name_of_ours(name):
+def test_the_table_has_none_of_our_own_names(name):
     assert f"--{name}" not in flags_of("train")
     assert name == name.lower().replace("_", "-")
 
@@ -168,7 +168,7 @@ def test_a_study_takes_the_options_of_its_runs_with_set():
     assert refusal("study", "x.toml", "--seed", "3") == "unknown flag --seed: did you mean --seeds?"
 
 
-def test_a_name_that_is_only_a_little_alike_is_not_suggested():
+def test_a_name_that_is_only_slightly_similar_is_not_suggested():
     assert "known: adamw" in str(unknown("optimizer", "adagrad", OPTIMIZERS))
     assert "did you mean 'adamw'?" in str(unknown("optimizer", "adam", OPTIMIZERS))
 

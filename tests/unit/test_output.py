@@ -119,6 +119,6 @@ def test_piped_only_a_long_stage_is_said_and_only_once_it_is_over(
     assert capsys.readouterr().out == ""
 
 
-def test_one_of_a_thing_has_no_plural() -> None:
+def test_a_count_of_one_is_singular() -> None:
     counts = [plural(1, "core"), plural(2, "core"), plural(1, "entry"), plural(2000, "entry"), plural(0, "step")]
     assert counts == ["1 core", "2 cores", "1 entry", "2,000 entries", "0 steps"]

@@ -52,7 +52,7 @@ def make_study(folder: Path) -> Path:
     return folder
 
 
-def test_the_table_says_what_became_of_each_run(runs, show):
+def test_the_table_shows_how_each_run_ended(runs, show):
     make_train(runs / "first", accuracy=0.5)
     late = {"when": "2026-11-16T08:00:00+00:00"}
     failed = begin_run(runs, "second", **late, virtual_workers=4, unit="images")
@@ -106,7 +106,7 @@ def test_filters_look_into_studies(runs, show):
         "study-s/b-seed0",
     ]
     assert [line.split()[0] for line in show("--task", "folder/my_task.py")[2:]] == ["other"]
-    assert show("--task", "nothing") == ["no such runs in runs"]
+    assert show("--task", "nothing") == ["no matching runs in runs"]
 
 
 def test_json_has_every_record(runs, show):

@@ -246,7 +246,7 @@ def test_a_built_in_task_refuses_settings_before_workers_start(monkeypatch):
         tasks.check("fashion-mnist-mini", {"set": {"width": 3}})
 
 
-def test_a_task_that_is_made_takes_no_settings(my_task):
+def test_a_task_that_is_already_made_refuses_settings(my_task):
     made, _ = tasks.resolve(my_task, {"set": {"width": 3}})
     with pytest.raises(UsageError, match="the Task my-task is already made"):
         tasks.resolve(made, {"set": {"width": 3}})

@@ -38,7 +38,7 @@ def check_parts(parts: int, workers: int) -> None:
 
 
 def count_micros(accumulate: int, part_batch: int) -> int:
-    """Micro-batches of a part: batch norm needs at least two samples in each."""
+    """The number of micro-batches per part: `accumulate`, or fewer, because batch norm needs at least two samples in each."""
     return max(1, min(accumulate, part_batch // 2))
 
 

@@ -37,7 +37,7 @@ class Schedule:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether a longer run would have other learning rates in the steps that both have."""
+        """Whether a longer run would have different learning rates in the same steps."""
         return self.shape != "constant" and not (self.shape == "step" and self.drops_by_epoch)
 
     def lr(self, step: int) -> float:
@@ -63,9 +63,10 @@ class Schedule:
         return self.peak_lr * (self.total_steps - step) / (self.total_steps - peak) if peak < self.total_steps else self.peak_lr
 
     def corners(self) -> frozenset[int]:
-        """The steps at a bend, the peak among them, and on both sides of a drop: a curve of every n-th step would miss them.
+        """The steps where the curve bends (its peak is one) and those on both sides of a drop.
 
-        None for a schedule by epoch: the last step of an epoch has the whole epoch's learning rate.
+        A curve of every n-th step would miss them. Empty for a schedule by epoch: all steps of an epoch have one learning rate,
+        which the row of the last step shows.
         """
         if self.by == "epoch":
             return frozenset()

@@ -1,4 +1,4 @@
-"""From what a user gives to tensors: whole arrays, and samples stacked into a batch. What cannot be converted gets one line."""
+"""Convert what a user gives to tensors: whole arrays, and samples stacked into a batch. If that fails, one line says why."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -96,7 +96,7 @@ def _find_odd(item: Any, where: str) -> str:
 
 
 def _find_difference(one: Any, other: Any, where: str) -> str:
-    """How the form of two samples differs first, in words."""
+    """The first difference in form between two samples, in words."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         if one.keys() != other.keys():
             keys = [", ".join(sorted(repr(key) for key in each)) or "no keys" for each in (one, other)]

@@ -304,7 +304,7 @@ class _Preparation:
 
 
 class _Batches(KeyedDataset):
-    """Yields whole batches: collated here, where the numbers of the samples are known. Arrays are indexed at once."""
+    """Returns whole batches. They are collated here, where an error can name the samples. Arrays are indexed in one call."""
 
     def __getitems__(self, pairs: list[tuple[int | None, int]]) -> Any:
         samples = [sample for _, sample in pairs]
@@ -322,7 +322,7 @@ class _Batches(KeyedDataset):
 
 @dataclass(frozen=True)
 class _Refused:
-    """In place of a batch: a mistake of the user. torch would bury an error from a loader process in a traceback."""
+    """Returned in place of a batch if the user made a mistake: torch would bury an error of a loader process in a traceback."""
 
     why: str
 

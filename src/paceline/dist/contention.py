@@ -1,8 +1,8 @@
 """Cores that other programs use as well. Does not import torch.
 
 An idle thread of OpenMP spins for a while before it sleeps. On cores of our own that is fastest: a small model on 8 cores
-trained 1.5 and 2.7 times as fast in two trials. When two runs share their cores, threads that spin keep out threads that have
-work, and both runs collapse. It is enough that the threads of one of them sleep (`bench/shared_cores.py`).
+trained 1.5 and 2.7 times as fast in two trials. When two runs share their cores, spinning threads block threads that have work,
+and both runs become several times slower. It is enough if the threads of one run sleep (`bench/shared_cores.py`).
 """
 
 import os
@@ -16,8 +16,8 @@ from pathlib import Path
 def stop_spinning_if_shared(verbs: Collection[str]) -> str:
     """Set OMP_WAIT_POLICY=passive if others use our cores, and return a note about it; "" if they do not.
 
-    Call before torch is imported: OpenMP reads the policy as it loads. `verbs` are the commands of Paceline that train: another
-    run counts even if it has just been started, too. A policy of the user stays.
+    Call before torch is imported: OpenMP reads the policy when it loads. `verbs` are the commands of Paceline that train.
+    Another run counts even if it has only just started. A policy that the user has set is kept.
     """
     if has_wait_policy():
         return ""
@@ -43,7 +43,7 @@ def _trains_here(verbs: Collection[str]) -> bool:
         with suppress(OSError, AttributeError):  # it has just ended; or not Linux
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
             trains = any(os.path.basename(program) == "paceline" and verb in verbs for program, verb in pairwise(words))
-            if not trains or int(folder.name) in ours or "--slot" in words:  # the slots of a study share the cores out
+            if not trains or int(folder.name) in ours or "--slot" in words:  # a study divides the cores among its slots
                 continue
             if os.sched_getaffinity(int(folder.name)) & os.sched_getaffinity(0):
                 return True
@@ -51,7 +51,7 @@ def _trains_here(verbs: Collection[str]) -> bool:
 
 
 def _busy_cores(window_s: float = 0.15) -> float:
-    """How many of our cores other programs keep busy; 0 if fewer than half a core. On an idle machine this takes no time."""
+    """How many of our cores other programs keep busy; 0 if less than half a core. On an idle machine this takes no time."""
     try:
         load, _, _, running, *_ = Path("/proc/loadavg").read_text().split()
         if float(load) < 0.5 and int(running.partition("/")[0]) < 2:  # one is this process

@@ -70,9 +70,9 @@ def send_failure(rank: int, error: BaseException) -> bool:
 
 
 def claim_first(store: Any, error: BaseException) -> None:
-    """Note on an error whether it is the first in this world. `store` is shared by the workers of a launcher that is not ours.
+    """Mark an error as the first in this world, or not. `store` is shared by workers that another launcher started.
 
-    A worker may be the last one alive, or cut off from the store: then its error counts as the first.
+    If this worker is the last one alive, or is cut off from the store, its error counts as the first.
     """
     if isinstance(error, Stopped | KeyboardInterrupt) or is_lost_contact(error):
         return
@@ -85,7 +85,7 @@ def claim_first(store: Any, error: BaseException) -> None:
     thread = threading.Thread(target=claim, name="paceline-claim", daemon=True)
     thread.start()
     thread.join(_CLAIM_S)  # `add` has no timeout, and the network may be down
-    with suppress(AttributeError):  # a class of the user's with slots
+    with suppress(AttributeError):  # the user's error class has __slots__
         setattr(error, _FIRST, not place or place[0] == 1)
 
 

@@ -140,7 +140,8 @@ def judge_device(facts: Facts) -> Iterator[Finding]:
             why = "no GPU was found" if built else "torch is a CPU build"
             yield Finding("note", "device", f"{why}: runs use CPU workers over gloo")
         if not built and _has_driver():
-            yield Finding("slow", "device", "there is an NVIDIA driver, but torch cannot use it", "install a torch with CUDA")
+            text = "there is an NVIDIA driver, but torch cannot use it"
+            yield Finding("slow", "device", text, "install a torch build with CUDA")
         return
     names = [gpu["name"] for gpu in facts.gpus]
     counts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
@@ -161,7 +162,8 @@ def judge_precision(facts: Facts) -> Iterator[Finding]:
         old = [index for index, gpu in enumerate(facts.gpus) if tuple(gpu["capability"]) < (8, 0)]
         times = max(gpu["fp32_s"] / gpu["bf16_s"] for gpu in facts.gpus)
         if old:
-            text = f"GPU {', '.join(map(str, old))} has no bf16 units: --precision auto uses fp32"
+            which = f"GPUs {', '.join(map(str, old))} have" if len(old) > 1 else f"GPU {old[0]} has"
+            text = f"{which} no bf16 units: --precision auto uses fp32"
             yield Finding("note", "precision", text)
         else:
             text = f"bf16, {times:.1f} times as fast as fp32 in matrix products: --precision auto uses it"
@@ -216,7 +218,7 @@ def _has_driver(root: Path = Path("/")) -> bool:
 
 @contextmanager
 def _progress(text: str) -> Iterator[None]:
-    """On a terminal, say what is going on if it takes longer than two seconds, and remove that line afterwards."""
+    """On a terminal, show what is being checked if it takes longer than two seconds, and remove that line afterwards."""
     if not is_terminal(sys.stderr):
         yield
         return

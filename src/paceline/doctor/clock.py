@@ -1,4 +1,4 @@
-"""Whether the clocks can be trusted: timings use the monotonic clock, records and meetings of nodes the wall clock."""
+"""Whether the clocks can be trusted. Timings use the monotonic clock. Records, and nodes that meet, use the wall clock."""
 
 import ctypes
 import itertools
@@ -59,9 +59,9 @@ def judge_clock(clock: Clock) -> Iterator[Finding]:
         yield Finding("note", "clock", text, "set the clock: downloads and the order of records depend on it")
     if abs(clock.jump_s) > _JUMP_S:
         text = f"the wall clock jumped by {clock.jump_s:+.1f} s during this check"
-        yield Finding("note", "clock", text, "let one service set the clock")
+        yield Finding("note", "clock", text, "let only one service set the clock")
     if clock.step_s > _COARSE_S:
-        yield Finding("note", "clock", f"it has steps of {1e3 * clock.step_s:.2g} ms, too coarse to time steps")
+        yield Finding("note", "clock", f"its resolution is {1e3 * clock.step_s:.2g} ms, too coarse to time steps")
     if clock.read_s > _COSTLY_S:
         text = f"reading it takes {1e6 * clock.read_s:.1f} us, which slows timed steps"
         yield Finding("note", "clock", text, "choose the clock source tsc or kvm-clock")

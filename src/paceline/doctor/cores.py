@@ -20,10 +20,10 @@ from paceline.doctor.finding import Finding
 _BUSY_S = 0.3
 _MOST_THREADS = 256
 _SHARED = 0.8
-"""With a smaller share of the usable cores, other programs slow training down."""
+"""If a run gets less than this share of its cores, other programs slow it down."""
 
 _STOLEN = 0.05
-"""The share of the time that a hypervisor may keep for others."""
+"""The share of the time that a hypervisor may give to other machines without a note."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,18 +163,19 @@ def judge_threads(cores: Cores, threads: int | None, gpus: int, env: Mapping[str
 
 
 def judge_waiting(cores: Cores, env: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether OMP_WAIT_POLICY matters: threads that spin while they wait ruin a run whose cores other programs use as well."""
+    """Whether OMP_WAIT_POLICY matters: threads that spin while they wait make a run several times slower on shared cores."""
     policy = env.get("OMP_WAIT_POLICY", "").lower()
     if policy == "passive":
-        yield Finding("ok", "threads", "threads that wait leave their cores to others (OMP_WAIT_POLICY=passive)", detail=True)
+        yield Finding("ok", "threads", "waiting threads sleep (OMP_WAIT_POLICY=passive)", detail=True)
     elif cores.share < _SHARED and policy:
-        text = f"threads that wait keep their cores busy (OMP_WAIT_POLICY={policy}), and other programs need them"
+        text = f"waiting threads keep the cores busy (OMP_WAIT_POLICY={policy}), but other programs use them too"
         yield Finding("slow", "threads", text, "export OMP_WAIT_POLICY=passive")
     elif cores.share < _SHARED:
-        text = "other programs need the cores: Paceline's commands let idle threads sleep; a script of your own may not"
+        text = "other programs use the cores: Paceline's commands let idle threads sleep, but your own scripts may not"
         yield Finding("note", "threads", text, "export OMP_WAIT_POLICY=passive")
     else:
-        yield Finding("ok", "threads", f"OMP_WAIT_POLICY is {policy or 'not set'}: fine on cores of our own", detail=True)
+        text = f"OMP_WAIT_POLICY is {policy or 'not set'}: fine on cores that no other program uses"
+        yield Finding("ok", "threads", text, detail=True)
 
 
 def _judge_variables(cores: Cores, env: Mapping[str, str]) -> Iterator[Finding]:
@@ -216,7 +217,7 @@ def _quota_v1(folder: Path) -> list[float]:
 def _cpu_times() -> dict[tuple[int, str], float]:
     """The CPU time of every process that we can see, by number and name."""
     found: dict[tuple[int, str], float] = {}
-    with suppress(Exception):  # psutil is no reason to fail: the list only makes the advice more helpful
+    with suppress(Exception):  # an error in psutil is not fatal: the list only makes the advice more helpful
         import psutil
 
         for process in psutil.process_iter(["pid", "name", "cpu_times"]):

@@ -16,7 +16,7 @@ from paceline.doctor.finding import Finding
 _FREE_BYTES = 2 * 1024**3
 _WRITE_S, _LIMIT_S = 1.0, 15.0
 _SLOW_BYTES_PER_S = 30e6
-_CHECKPOINT_BYTES = 100e6  # for the words: 25 million parameters in fp32
+_CHECKPOINT_BYTES = 100e6  # the example in the text: 25 million parameters in fp32
 _NETWORK = ("nfs", "cifs", "smb", "9p", "lustre", "gpfs", "beegfs", "ceph", "gluster", "afs", "fuse.sshfs")
 
 
@@ -64,7 +64,7 @@ def write_some(folder: Path, limit_s: float = _LIMIT_S) -> tuple[float | None, s
 
 def judge_disk(disk: Disk) -> Iterator[Finding]:
     """Whether runs can be kept in this folder, and what a checkpoint costs there."""
-    other = "use --runs-dir on a local disk"
+    other = "use a --runs-dir on a local disk"
     network = any(disk.system.startswith(each) for each in _NETWORK)
     where = f"{disk.folder}{f' ({disk.system})' if disk.system else ''}"
     if disk.bytes_per_s is None:

@@ -1,4 +1,4 @@
-"""Whether workers can talk to each other, and read data in processes of their own."""
+"""Whether workers can connect to each other, and whether loader processes work."""
 
 import errno
 import os
@@ -21,13 +21,13 @@ class Network:
 
     interfaces: Mapping[str, str]
     refused: tuple[str, ...] = ()
-    """Addresses on which nothing could listen."""
+    """Addresses on which listening failed."""
     port: int = _TORCHRUN_PORT
     port_taken: bool = False
 
 
 def look_at_network(interfaces: Mapping[str, str], env: Mapping[str, str]) -> Network:
-    """Listen on every address for a moment, and on the port where nodes meet."""
+    """Try to listen on every address, and on the port where nodes meet."""
     said = env.get("MASTER_PORT", "")
     port = int(said) if said.isascii() and said.isdigit() and 0 < int(said) < 65536 else _TORCHRUN_PORT
     refused = tuple(address for address in interfaces.values() if _listen(address, 0))
@@ -47,9 +47,9 @@ def judge_network(network: Network, probe: Probe, env: Mapping[str, str]) -> Ite
         return
     for address in network.refused:
         if address in local:
-            yield Finding("wrong", "network", f"nothing may listen on {address}", "check firewall and sandbox rules")
+            yield Finding("wrong", "network", f"cannot listen on {address}", "check firewall and sandbox rules")
         else:
-            yield Finding("note", "network", f"nothing may listen on {address}: several nodes cannot meet there")
+            yield Finding("note", "network", f"cannot listen on {address}: nodes cannot meet at this address")
     done = probe.stages.get("all-reduce")
     if not probe.was_tried("all-reduce"):
         yield Finding("note", "network", probe.why("all-reduce"))
@@ -106,7 +106,7 @@ def _judge_listening(addresses: list[str]) -> Iterator[Finding]:
 
 
 def _listen(address: str, port: int) -> int:
-    """0 if something can listen there, else the error number."""
+    """0 if it is possible to listen there, else the error number."""
     with socket.socket() as server:
         try:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
 """Try torch in two child processes: import it, all-reduce over gloo, load batches, use the GPUs.
 
-Each of these can crash or hang, and so only a child does it. It prints one JSON object per stage, as soon as the stage is done:
-what is missing did not happen. `run_probe` is the parent's side; `main` runs in the children.
+Each of these can crash or hang, so only a child process tries it. The child prints one JSON object per stage, as soon as the
+stage is done: a stage without one did not finish. `run_probe` is the parent's side; `main` runs in the children.
 """
 
 import json
@@ -176,7 +176,7 @@ def _try_all_reduce(store: str, rank: int, limit_s: float) -> dict[str, Any]:
         listening = [each.laddr.ip for each in here if each.status == psutil.CONN_LISTEN]
     dist.destroy_process_group()
     if value.mean().item() != 3:
-        raise RuntimeError(f"1 + 2 is {value.mean().item()}")
+        raise RuntimeError(f"the sum of 1 and 2 was {value.mean().item()}")
     return {"listening": sorted(set(listening))}
 
 

@@ -21,7 +21,7 @@ _WIDE, _WHOLE = 0.2, 0.6
 """Windows are noisy if their middle half, or all of them, spread over more than this share of the median."""
 
 _APART = 1.3
-"""Steps timed one by one may take this many times as long as those in the windows, or this many times less."""
+"""Steps timed one by one may take up to this many times as long as those in the windows, or be this many times shorter."""
 
 _RISE = 0.05
 """Efficiency may rise by this share with more workers: caches and clocks differ a little from run to run."""
@@ -130,7 +130,7 @@ def _say_rise(model: Model, counts: Sequence[int]) -> list[str]:
             continue
         said = (
             f"{what} efficiency rises from {before:.0%} with {count_words(fewer)} to {after:.0%} with {more:,}, but more"
-            " workers cannot be more efficient; low to high is wider for it"
+            " workers cannot be more efficient; the range low to high is widened"
         )
         crowded = [f"{point.workers:,}" for point in measured.points if _crowd(measured, point) > 1]
         if what == "measured" or not crowded:

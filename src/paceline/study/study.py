@@ -243,7 +243,7 @@ def list_runs(study: Study) -> list[RunSpec]:
 
 
 def _with_settings(options: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """An arm's options, with its settings as its task converted them: as JSON, text of the command line would be just text."""
+    """An arm's options, with its settings as the task converted them: JSON would keep values from the command line as text."""
     return {**options, **({"set": config.set} if config.set else {})}
 
 

@@ -193,7 +193,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
 
 def _describe_augmentation(task: Task, config: Config, train: Arrays | Dataset[Any]) -> str:
     if task.prepare is None:
-        return "none" if isinstance(train, Arrays) else "none here; the task's own data set may have some"
+        return "none" if isinstance(train, Arrays) else "none by Paceline; the task's data set may have its own"
     if not isinstance(task.prepare, Images):
         return "the task's own prepare"
     smoothed = f"; label smoothing {config.label_smoothing:g}" if config.label_smoothing else ""

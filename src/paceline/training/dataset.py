@@ -54,7 +54,7 @@ def load_data(task: Task, config: Config, world: World) -> tuple[Data, Data | No
     world.barrier()
     if world.local_rank != 0:
         made = _make(task, config)
-    # Only now, so that all workers have the same error: one that still waits would only lose contact.
+    # Checked only now, so that all workers have the same error: a worker still at the barrier would only lose contact.
     train, validation = (_check(task, field, data) for field, data in zip(("train", "validation"), made, strict=True))
     assert train is not None
     digest = hashlib.sha256()
@@ -76,8 +76,8 @@ def load_data(task: Task, config: Config, world: World) -> tuple[Data, Data | No
     for data, which in ((train, "training"), (validation, "validation")):
         if data is not None and not count_samples(data):
             raise UsageError(
-                f"task {task.name}: its {which} data is empty, {name_type(data)} of 0 samples: look for a wrong folder, or a"
-                " filter that leaves nothing"
+                f"task {task.name}: its {which} data is empty, {name_type(data)} of 0 samples: check for a wrong folder, or a"
+                " filter that removes everything"
             )
     return train, validation, digest.hexdigest()
 

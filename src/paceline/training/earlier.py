@@ -94,7 +94,7 @@ def _check_task(record: Path, task: str | Task) -> str:
 
 def other_task(record: str, trained: str, given: str) -> UsageError:
     """The error for a record of another task."""
-    return UsageError(f"--resume: {record} was trained by task {trained}, not {given}: give that task, or another record")
+    return UsageError(f"--resume: {record} is a record of task {trained}, not {given}: give that task, or another record")
 
 
 def _read_about(record: Path) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _read_finished(record: Path, place: Place, options: Mapping[str, Any]) -> Re
 
 
 def _is_extended(record: Path, found: Result, options: Mapping[str, Any]) -> bool:
-    """Whether these options let a finished run train on. Raises a UsageError if they ask for less than it has trained.
+    """Whether these options extend a finished run. Raises a UsageError if they ask for less than it has trained.
 
     A run that ended at its target needs another target; otherwise it would end again at once.
     """
@@ -164,10 +164,10 @@ def _is_extended(record: Path, found: Result, options: Mapping[str, Any]) -> boo
 def _how_to_extend(record: Path, found: Result) -> str:
     options = _lengths(record, {})
     if found.status == Status.TARGET_REACHED:
-        return f"to train on, give a higher --target-accuracy than {found.metrics.get('accuracy', 0.0):.4f}, or 0 for none"
+        return f"to extend it, give a higher --target-accuracy than {found.metrics.get('accuracy', 0.0):.4f}, or 0 for none"
     by_steps = options.max_steps and found.steps >= options.max_steps
     limit = f"--max-steps above {options.max_steps}" if by_steps else f"--epochs above {options.epochs}"
-    return f"to train on, give {limit}"
+    return f"to extend it, give {limit}"
 
 
 def _lengths(record: Path, options: Mapping[str, Any]) -> Config:

@@ -101,7 +101,9 @@ def check_values(values: Any, size: int, device: torch.device) -> tuple[str, ...
             )
         if value.is_complex() or (name == "loss" and not value.is_floating_point()):
             kind = str(value.dtype).removeprefix("torch.")
-            raise UsageError(f"the task's objective returned {name!r} as {kind}: it must be a real number, such as float32")
+            raise UsageError(
+                f"the task's objective returned {name!r} as {kind}: use a real floating-point type, such as float32"
+            )
         if value.device.type != device.type:
             raise UsageError(
                 f"the task's objective returned {name!r} on {value.device}: it must stay on the model's device, {device}"

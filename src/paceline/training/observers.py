@@ -88,7 +88,7 @@ class Observer(Protocol):
         """Every `log_every` steps, at the end of an epoch, and where the learning rate bends or jumps."""
 
     def validating(self, epoch: int, done: int, total: int) -> None:
-        """When a chunk of a validation starts: the `done`-th of rank 0's `total`."""
+        """When rank 0 starts chunk `done` (from 1) of its `total` chunks of a validation."""
 
     def epoch(self, row: Row) -> None:
         """After each epoch's validation."""
@@ -104,7 +104,7 @@ class Observer(Protocol):
 
 
 _LASTING = ("epochs", "max_steps", "target_accuracy", "patience")
-"""Options that decide when a run ends. A resumed run can have other ones."""
+"""Options that decide when a run ends. They can change when the run is resumed."""
 _FOLLOWS = ("epochs", "total_steps", "warmup")
 """Fields of a contract that follow from them."""
 
@@ -160,7 +160,7 @@ class Recorder:
         return {}
 
     def _rewrite(self, lasting: Mapping[str, Any], contract: Contract) -> None:
-        """Let config.toml and environment.json say how long the run trains now. What they said is in the `resume` row."""
+        """Update config.toml and environment.json with the new length of the run. The old one is in the `resume` row."""
         old = read_toml(self._record.path / "config.toml", "config.toml")
         self._write_config(make_config({**old, **lasting}), contract)
         path = self._record.path / "environment.json"
@@ -322,7 +322,7 @@ class Printer:
     def health(self, row: Row) -> None:
         """Print the first look; later only problems that two looks in a row found and that are new.
 
-        Of the first look's problems only busy cores: its first steps are not like the rest.
+        The first look reports no problem except busy cores: the first steps are not like the rest.
         """
         found, last, first = judge(row), self._last, self._reported is None
         self._last, self._reported = found, self._reported or ()

@@ -22,7 +22,7 @@ Objective = Callable[[nn.Module, Batch], dict[str, Tensor]]
 class Task:
     """A user's model and data. `my_task.py` holds a function `task() -> Task`; `paceline train my_task.py` trains it.
 
-    A mistake that can be seen here is a UsageError here, so that its traceback ends at the user's own line.
+    A mistake that can be detected here raises a UsageError here, so that its traceback ends at the user's own line.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Task:
     """Turns a batch, on the device, into what the objective gets: scaling, augmentation. It runs for every batch; a
     `KeyedPrepare` such as `Images` becomes part of the recorded step instead."""
     defaults: Mapping[str, Any] | Config = field(default_factory=dict)
-    """Options (fields of Config) that suit this task; recipes and flags override them. A Config stands for the options that it
-    was given."""
+    """Options (fields of Config) that suit this task; recipes and flags override them. Of a Config, the options that were
+    passed to it count."""
     unit: str = "images"
     """What to call samples, as in images/s."""
 
@@ -111,7 +111,8 @@ def _find_wrong_labels(logits: Tensor, labels: Tensor) -> str:
         return f"needs one row of logits per sample, shape (samples, classes): the model returned shape {shape}"
     if labels.is_floating_point() or labels.dim() != logits.dim() - 1:
         kind = f"{str(labels.dtype).removeprefix('torch.')} of shape {tuple(labels.shape)}"
-        return f"needs one label per sample, a whole number (int64): labels are {kind}; convert them, as in labels.long()"
+        fix = "use labels.long(), labels.squeeze(1) or, if they are one-hot, labels.argmax(1)"
+        return f"needs one label per sample, a whole number (int64): labels are {kind}; {fix}"
     if labels.device.type != "cpu":  # after a failed assertion on a GPU nothing can be read from it
         return ""
     low, high = int(labels.min()), int(labels.max())

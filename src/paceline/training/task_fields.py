@@ -30,7 +30,7 @@ _MEANT = {
     **dict.fromkeys(("transform", "transforms", "augment", "preprocess"), "prepare"),
     **dict.fromkeys(("config", "options", "hparams"), "defaults"),
 }
-"""Fields by the names that other tools have for them."""
+"""Names that other tools use, and the field that they mean here."""
 _DATA_RULE = "give Arrays((inputs, targets)) or a map-style Dataset"
 
 
@@ -142,7 +142,7 @@ def check_data(name: str, field: str, data: Any) -> Data:
     what = f"task {name}: {field}"
     if data is None:
         none = " (or give validation=None for a run without validation)" if field == "validation" else ""
-        raise UsageError(f"{what} made None: its function must return the data; is a `return` missing?{none}")
+        raise UsageError(f"{what} returned None: its function must return the data; is a `return` missing?{none}")
     if isinstance(data, DataLoader):
         raise UsageError(
             f"{what} is a DataLoader: give its Dataset instead; --global-batch and --loader-workers replace its options, and"

@@ -36,11 +36,11 @@ def count_steps(epochs: int, max_steps: int, steps_per_epoch: int) -> int:
 
 
 def describe_batch(sampler: Sampler, schedule: Schedule) -> tuple[str, ...]:
-    """Notes about steps and drops that are not what was probably meant."""
+    """Notes about a global batch or a drop of the learning rate that is probably not what the user meant."""
     notes: tuple[str, ...] = ()
     batch, samples, parts = sampler.global_batch, sampler.samples, sampler.parts
     if batch > samples:
-        each = f" (each part has {samples // parts:,} of {batch // parts:,})" if parts > 1 else ""
+        each = f" (each part has {plural(samples // parts, 'sample')}, not {batch // parts:,})" if parts > 1 else ""
         notes += (
             f"the global batch of {batch:,} is larger than the {plural(samples, 'training sample')}: every epoch is a single"
             f" step of {samples:,}{each}, with a learning rate for {batch:,}; use --global-batch {samples // parts * parts} or"

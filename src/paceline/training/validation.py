@@ -49,7 +49,7 @@ class Validation:
     def __call__(self, epoch: int, tell: Callable[[int, int], None] = lambda done, total: None) -> dict[str, float]:
         """Validate after an epoch; the same numbers on every worker. Collective: call on every rank.
 
-        `tell` hears how many of this worker's chunks were started: on a GPU they may still be in its queue.
+        `tell` is called with the number of chunks that this worker has started, and their total. On a GPU they may be queued.
         """
         run, step, chunks = self._run, self._step, self._chunks
         was_training, rows = run.model.training, []
@@ -73,7 +73,7 @@ class Validation:
 
     @torch.no_grad()
     def check_target(self) -> None:
-        """Raise a UsageError if `--target-accuracy` cannot be measured: before training, not after an epoch of it.
+        """Raise a UsageError if `--target-accuracy` cannot be measured: before the first step, not after the first epoch.
 
         Every worker looks at the first chunk, so that all have the same error.
         """

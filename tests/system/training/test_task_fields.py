@@ -26,7 +26,7 @@ def mistakes() -> dict[str, Task]:
     assert callable(data)
     return {
         "DataLoader": replace(blobs(), train=lambda: DataLoader(data())),
-        "made None": replace(blobs(), validation=lambda: None),
+        "returned None": replace(blobs(), validation=lambda: None),
         "is empty": blobs(validation=0),
         "returned None: it must return an nn.Module": replace(blobs(), model=lambda: None),
         "are frozen": replace(blobs(), model=lambda: nn.Linear(5, 3).requires_grad_(False)),

@@ -197,7 +197,7 @@ def test_rows_at_the_corners_and_epoch_ends_give_the_curve(schedule: Schedule) -
     assert len(schedule.corners()) <= 5
 
 
-def test_a_constant_rate_and_the_ends_are_no_corners() -> None:
+def test_a_constant_rate_and_the_ends_are_not_corners() -> None:
     assert not Schedule(peak_lr=1.0, total_steps=100, steps_per_epoch=10).corners()
     assert not Schedule(peak_lr=1.0, total_steps=9, steps_per_epoch=10, shape="one-cycle", peak_at=0.0).corners()
     by_epoch = Schedule(peak_lr=1.0, total_steps=56, steps_per_epoch=7, by="epoch", warmup_steps=35)

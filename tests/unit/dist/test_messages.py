@@ -161,7 +161,10 @@ def test_an_error_is_sent_with_its_frame_and_its_traceback(folder):
     assert found.traceback.startswith("Traceback")
     assert found.traceback.endswith("LookupError: a bug")
     assert not found.unexplained
-    assert found.explain(folder).describe().splitlines()[-1] == f"(the whole traceback: --traceback, or {folder}/result.json)"
+    assert (
+        found.explain(folder).describe().splitlines()[-1]
+        == f"(for the whole traceback, add --traceback, or see {folder}/result.json)"
+    )
 
 
 def test_lost_contact_is_marked(folder):

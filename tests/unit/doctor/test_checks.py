@@ -113,7 +113,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_has_driver", lambda: True)
     (lost,) = judge_device(make_facts(cuda="13.0"))
     assert (lost.level, lost.text) == ("wrong", "torch has CUDA 13.0 but sees no GPU")
-    assert merge("device", judge_device(make_facts())).fix == "install a torch with CUDA"
+    assert merge("device", judge_device(make_facts())).fix == "install a torch build with CUDA"
 
 
 def test_gpus() -> None:

@@ -82,7 +82,7 @@ def test_cores_that_other_programs_use() -> None:
     assert found.fix == "wait for or end the programs that use them (python 7, gcc 8)"
 
 
-def test_a_quota_is_not_the_fault_of_others() -> None:
+def test_a_quota_does_not_count_as_use_by_other_programs() -> None:
     limited = cores(total=64, allowed=64, quota=2.0, got=2.0)
     assert limited.usable == 2
     found = merge("cores", judge_cores(limited))

@@ -29,7 +29,7 @@ def test_a_slow_disk_a_full_one_and_one_on_the_network() -> None:
     assert disk(bytes_per_s=1e7).level == "slow"
     assert "100 MB takes 10 s" in disk(bytes_per_s=1e7).text
     assert (disk(free_bytes=1 << 30).level, disk(free_bytes=1 << 30).fix) == ("wrong", "free some space")
-    assert (disk(system="nfs4").level, disk(system="nfs4").fix) == ("note", "use --runs-dir on a local disk")
+    assert (disk(system="nfs4").level, disk(system="nfs4").fix) == ("note", "use a --runs-dir on a local disk")
 
 
 def test_a_folder_that_cannot_be_written_to() -> None:
@@ -55,7 +55,7 @@ def test_a_good_clock() -> None:
     [
         ({"behind_s": 3 * 86_400}, "the date is wrong: paceline's own files are 3 days newer"),
         ({"jump_s": -3.2}, "the wall clock jumped by -3.2 s during this check"),
-        ({"step_s": 0.015}, "it has steps of 15 ms, too coarse to time steps"),
+        ({"step_s": 0.015}, "its resolution is 15 ms, too coarse to time steps"),
         ({"read_s": 2e-6}, "reading it takes 2.0 us, which slows timed steps"),
     ],
 )

@@ -42,7 +42,7 @@ def test_no_loopback() -> None:
     assert found == Finding("wrong", "network", "there is no loopback interface", "ip link set lo up")
 
 
-def test_addresses_that_refuse() -> None:
+def test_addresses_that_cannot_be_listened_on() -> None:
     assert network(refused=("127.0.0.1",)).level == "wrong"
     assert network(refused=("10.0.0.1",)).level == "note"
 
@@ -54,7 +54,7 @@ def test_a_port_that_is_in_use() -> None:
     assert network(port_taken=True, port=7000, env={"MASTER_PORT": "7000"}).fix == "choose another MASTER_PORT"
 
 
-def test_workers_that_listen_to_the_world() -> None:
+def test_workers_that_listen_outside_the_loopback() -> None:
     stages = {**GOOD.stages, "all-reduce": {"s": 0.2, "listening": ["0.0.0.0", "127.0.0.1"]}}
     found = network(Probe(stages=stages))
     assert (found.level, found.fix) == ("note", "export GLOO_SOCKET_IFNAME=lo")

@@ -88,7 +88,7 @@ def test_a_count_beyond_the_training_set_has_a_speed_and_no_time(make_scale: Mak
     )
 
 
-def test_a_narrow_terminal_has_several_tables_and_cuts_no_number(make_scale: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_gets_several_tables_and_whole_numbers(make_scale: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(Request(record=str(make_scale()), cluster="aws-p5"))
     wide = table(plan).splitlines()
     monkeypatch.setenv("COLUMNS", "80")

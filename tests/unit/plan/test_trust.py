@@ -112,8 +112,8 @@ def test_measured_efficiency_that_rises_with_more_workers(make_scale: Make) -> N
     plan, before = predict(noisy, "gigabit-lab"), predict(quiet, "gigabit-lab")
     rise, _ = plan.warnings
     assert rise == (
-        "measured efficiency rises from 42% with 2 workers to 84% with 4, but more workers cannot be more efficient; low to"
-        " high is wider for it"
+        "measured efficiency rises from 42% with 2 workers to 84% with 4, but more workers cannot be more efficient; the"
+        " range low to high is widened"
     )
     width = [each.rows[0]["high"] / each.rows[0]["low"] for each in (plan, before)]
     assert width[0] > 1.5 * width[1]
@@ -138,7 +138,7 @@ def test_strong_scaling_may_rise(make_scale: Make) -> None:
     assert plan.warnings == ()
 
 
-def test_a_small_rise_is_no_contradiction(make_scale: Make) -> None:
+def test_a_small_rise_is_not_a_contradiction(make_scale: Make) -> None:
     assert predict(edit(make_scale(bytes_per_s=1e12), 2, slow_down(0.97))).warnings == ()
 
 

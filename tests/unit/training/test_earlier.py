@@ -112,7 +112,7 @@ def test_a_finished_run_says_how_to_extend_it(runs: Path, capsys: Any) -> None:
     for options in ({}, {"epochs": 2}):
         assert train("task.py", resume="x", **options) == first
         assert "runs/x is already done" in (said := capsys.readouterr().out)
-        assert said.endswith("; to train on, give --epochs above 2\n")
+        assert said.endswith("; to extend it, give --epochs above 2\n")
     with pytest.raises(UsageError, match=r"^--epochs 1: runs/x has already trained 2 epochs, 8 steps: give more to extend it"):
         train("task.py", resume="x", epochs=1)
     with pytest.raises(UsageError, match="--seed was 0, is 1"):
@@ -121,7 +121,7 @@ def test_a_finished_run_says_how_to_extend_it(runs: Path, capsys: Any) -> None:
     train("task.py", name="y", epochs=2, max_steps=3)
     capsys.readouterr()
     train("task.py", resume="y", epochs=9)
-    assert capsys.readouterr().out.endswith("; to train on, give --max-steps above 3\n")
+    assert capsys.readouterr().out.endswith("; to extend it, give --max-steps above 3\n")
 
 
 def test_checkpoints_that_are_gone_or_old(runs: Path, capsys: Any) -> None:
@@ -137,14 +137,14 @@ def test_checkpoints_that_are_gone_or_old(runs: Path, capsys: Any) -> None:
         train("task.py", resume="y", epochs=2)
 
 
-def test_a_run_that_reached_its_target_goes_on_with_another(runs: Path, capsys: Any) -> None:
+def test_a_run_that_reached_its_target_continues_with_another(runs: Path, capsys: Any) -> None:
     whole = train("task.py", name="whole", epochs=4)
     first = train("task.py", name="x", epochs=4, target_accuracy=0.1, patience=2)
     assert (first.status, first.epochs) == ("target reached", 2)
     capsys.readouterr()
     assert train("task.py", resume="x") == first
-    assert "to train on, give a higher --target-accuracy than" in capsys.readouterr().out
-    with pytest.raises(UsageError, match=r"^--epochs 9: runs/x ended at its target: to train on, give a higher"):
+    assert "to extend it, give a higher --target-accuracy than" in capsys.readouterr().out
+    with pytest.raises(UsageError, match=r"^--epochs 9: runs/x ended at its target: to extend it, give a higher"):
         train("task.py", resume="x", epochs=9)
     longer = train("task.py", resume="x", target_accuracy=0.0)
     assert (longer.status, longer.model_sha256) == ("done", whole.model_sha256)
@@ -160,8 +160,8 @@ def test_hits_of_another_target_do_not_count(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("fashion-mnist-mini", "--resume: runs/x was trained by task task.py, not fashion-mnist-mini"),
-        ("task.py:other", "--resume: runs/x was trained by task t, not other"),
+        ("fashion-mnist-mini", "--resume: runs/x is a record of task task.py, not fashion-mnist-mini"),
+        ("task.py:other", "--resume: runs/x is a record of task t, not other"),
     ],
 )
 def test_a_record_of_another_task_is_named_before_its_options(runs: Path, given: str, said: str) -> None:
@@ -173,5 +173,5 @@ def test_a_record_of_another_task_is_named_before_its_options(runs: Path, given:
 
 def test_a_record_of_a_built_in_task(runs: Path) -> None:
     train("fashion-mnist-mini", name="m", model="linear", train_samples=100, epochs=1)
-    with pytest.raises(UsageError, match=r"^--resume: runs/m was trained by task fashion-mnist-mini, not task.py"):
+    with pytest.raises(UsageError, match=r"^--resume: runs/m is a record of task fashion-mnist-mini, not task.py"):
         train("task.py", resume="m", epochs=2)

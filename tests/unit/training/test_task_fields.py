@@ -146,8 +146,8 @@ def test_a_task_checks_itself(fields: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"train": lambda: None}, "train made None: its function must return the data; is a `return` missing"),
-        ({"validation": lambda: None}, r"validation made None: .*give validation=None for a run without validation"),
+        ({"train": lambda: None}, "train returned None: its function must return the data; is a `return` missing"),
+        ({"validation": lambda: None}, r"validation returned None: .*give validation=None for a run without validation"),
         ({"train": Net}, "train is a Net: give Arrays"),
         ({"train": lambda: Items}, "train is the class Items: give Arrays"),
         ({"train": lambda: X}, "train is a Tensor: give Arrays"),
@@ -155,7 +155,7 @@ def test_a_task_checks_itself(fields: dict[str, Any], words: str) -> None:
         ({"train": Stream}, "is an IterableDataset, Stream"),
         ({"train": Endless}, "is an Endless without __len__"),
         ({"train": lambda: iter([])}, "is a list_iterator without __len__"),
-        ({"train": Counted(0)}, "its training data is empty, a Counted of 0 samples: look for a wrong folder"),
+        ({"train": Counted(0)}, "its training data is empty, a Counted of 0 samples: check for a wrong folder"),
         ({"train": Counted(2.5)}, "is a Counted whose __len__ returned 2.5: it must be the number of samples"),
         ({"train": Counted(-1)}, "whose __len__ returned -1"),
         ({"model": lambda: None}, "its model function returned None: it must return an nn.Module, .*`return` missing"),
@@ -233,8 +233,8 @@ def objective_of(value: Any) -> Any:
         (lambda good: {"loss": good["loss"][:-1]}, r"'loss' as a tensor of shape \(\d+,\): it must hold one value per sample"),
         (lambda good: {"loss": good["loss"][:, None]}, r"shape \(\d+, 1\): .*; use .flatten\(1\).mean\(1\)"),
         (lambda good: {**good, "error": 0.5}, "'error' as a float: it must hold one value per sample"),
-        (lambda good: {"loss": good["loss"].long()}, "'loss' as int64: it must be a real number"),
-        (lambda good: {"loss": good["loss"] + 0j}, "'loss' as complex64: it must be a real number"),
+        (lambda good: {"loss": good["loss"].long()}, "'loss' as int64: use a real floating-point type"),
+        (lambda good: {"loss": good["loss"] + 0j}, "'loss' as complex64: use a real floating-point type"),
         (lambda good: {"loss": good["loss"].to("meta")}, "'loss' on meta: it must stay on the model's device, cpu"),
     ],
 )

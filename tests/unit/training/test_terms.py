@@ -178,7 +178,7 @@ def test_a_global_batch_larger_than_the_data_is_said():
     (said,) = notes(1000, global_batch=4096, virtual_workers=8)
     assert said == (
         "the global batch of 4,096 is larger than the 1,000 training samples: every epoch is a single step of 1,000 (each part"
-        " has 125 of 512), with a learning rate for 4,096; use --global-batch 1000 or less"
+        " has 125 samples, not 512), with a learning rate for 4,096; use --global-batch 1000 or less"
     )
     (said,) = notes(100, reference_batch=128)
     assert "(each part" not in said

@@ -57,7 +57,7 @@ class Progress:
     means: EpochMeans = field(default_factory=EpochMeans)
 
     def aim(self, target: float) -> None:
-        """Count hits of this target accuracy. Those of another one do not count."""
+        """Count hits of this target accuracy. Hits of a different target are dropped."""
         self.hits = self.hits if self.target in (None, target) else 0
         self.target = target
 

@@ -18,8 +18,8 @@ LOOK_S = 5.0
 """About this many seconds pass between two looks."""
 
 INPUT_BOUND, LAGS, COMMUNICATES, SHARES_CORES = 0.2, 0.2, 0.3, 0.25
-"""From these shares of a step on, a run counts as input-bound, held up by one worker, or bound by communication. The last is a
-share of a worker's time: that its threads wait for a core."""
+"""From these shares of a step on, a run counts as input-bound, held up by one worker, or bound by communication. The last is
+the share of a worker's time that its threads wait for a core."""
 
 
 class Health:
@@ -106,7 +106,8 @@ def describe(row: Mapping[str, Any], unit: str, troubles: Sequence[str] = ()) ->
 
 def _explain_core_wait(row: Mapping[str, Any]) -> str:
     """Other programs, or too many threads or workers of this run, compete for the cores."""
-    text = f"worker {row['core_wait_rank']} waits for a core {row['core_wait']:.0%} of its time: other programs use its cores"
+    text = f"worker {row['core_wait_rank']} waits for a core {row['core_wait']:.0%} of its time, because other programs or too"
+    text += " many threads use its cores"
     if has_wait_policy():
-        return f"{text}; end them, or train with fewer --workers or a smaller OMP_NUM_THREADS"
-    return f"{text}; set OMP_WAIT_POLICY=passive before Python starts, so that idle threads do not keep out busy ones"
+        return f"{text}; end the programs, or use fewer --workers or a smaller OMP_NUM_THREADS"
+    return f"{text}; set OMP_WAIT_POLICY=passive before Python starts, so that idle threads do not block busy ones"
