@@ -98,7 +98,7 @@ def measure(workers: int, trees: dict[str, Path], args: argparse.Namespace) -> d
         for name in list(trees)[:: 1 if repeat % 2 == 0 else -1]:
             rows[name].append(start(workers, trees[name], args.device_flags))
         said = ", ".join(f"{name} {found[-1][STEP]:.2f} s, {found[-1][END]:.2f} s in total" for name, found in rows.items())
-        print(f"{workers} worker(s), {repeat + 1}/{args.rounds}: first step after {said}", flush=True)
+        print(f"{workers} worker{'s' * (workers > 1)}, {repeat + 1}/{args.rounds}: first step after {said}", flush=True)
     result: dict[str, Any] = {"n": args.rounds}
     for name, found in rows.items():
         result[name] = {stage: spread([row[stage] for row in found]) for stage in found[0]}
@@ -147,7 +147,11 @@ def table(result: dict[str, Any]) -> str:
     lines = []
     for workers, found in result["by_workers"].items():
         versions = [name for name in ("before", "now") if name in found]
-        lines += [f"{workers} worker(s), n = {found['n']}", "", f"| seconds since the command | {' | '.join(versions)} |"]
+        lines += [
+            f"{workers} worker{'s' * (int(workers) > 1)}, n = {found['n']}",
+            "",
+            f"| seconds since the command | {' | '.join(versions)} |",
+        ]
         lines.append("|---" * (len(versions) + 1) + "|")
         for stage in [*STAGES, END, "CPU"]:
             if not any(stage in found[name] for name in versions):

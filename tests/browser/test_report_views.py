@@ -53,7 +53,7 @@ def box(page: "Page", selector: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(("page_options", "most"), [(DESKTOP, 900), (PHONE, 844)], ids=["desktop", "phone"])
 def test_the_first_curve_is_on_the_first_screen(page: "Page", folder: Path, tmp_path: Path, most: int) -> None:
-    """All of it on a desktop, its top on a phone; the contract comes after the charts, below a small library page."""
+    """All of it on a desktop, its top on a phone. The contract comes after the charts."""
     show(page, folder, "one", make_train(tmp_path / "a-run-with-a-name"))
     first = box(page, "[data-key=loss] .plot")
     assert first["y"] + (first["height"] if most == 900 else 60) < most

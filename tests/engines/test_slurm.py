@@ -135,7 +135,7 @@ def test_a_worker_that_raises_ends_the_job(slurm: Slurm, runs: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("ValueError: a mistake in step 3\n") == 1, f"printed once, without a traceback:\n{done.stderr}"
     assert "  raises.py, line " in done.stderr, "the user's own line"
-    assert "Traceback" not in done.stderr, f"the other worker's loss of contact is no news:\n{done.stderr}"
+    assert "Traceback" not in done.stderr, f"the other worker's lost contact must not be reported:\n{done.stderr}"
     (record,) = runs.iterdir()
     assert json.loads((record / "result.json").read_text())["status"] == "failed"
 

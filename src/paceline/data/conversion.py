@@ -39,7 +39,7 @@ def _to_tensor(i: int, given: Any) -> Tensor:
     if given.layout != torch.strided:
         raise UsageError(f"array {i} of Arrays is a sparse tensor: convert it with .to_dense()")
     if not given.dim():
-        raise UsageError(f"array {i} of Arrays is a single number: its first dimension must count the samples")
+        raise UsageError(f"array {i} of Arrays is a single number: its first dimension must be the samples")
     return given.detach() if given.requires_grad else given  # data is not trained
 
 

@@ -57,7 +57,7 @@ def judge_network(network: Network, probe: Probe, env: Mapping[str, str]) -> Ite
         fix = "check that lo is up and that no firewall blocks it"
         yield Finding("wrong", "network", f"2 workers could not all-reduce: {probe.why('all-reduce')}", fix)
     else:
-        yield Finding("ok", "network", f"2 workers all-reduced over gloo in {done['s']:.1f} s")
+        yield Finding("ok", "network", f"2 workers all-reduced over gloo in {done['s']:.2g} s")
         yield from _judge_listening(done["listening"])
     if network.port_taken:
         named = f"MASTER_PORT {network.port}" if "MASTER_PORT" in env else f"torchrun's port {network.port}"

@@ -67,7 +67,7 @@ def test_data_is_not_trained() -> None:
         (lambda: Arrays(X, X), "Arrays got a numpy array as its text `about`: give all arrays as one tuple"),
         (lambda: Arrays(([1, 2], [3, 4])), r"array 0 of Arrays is a list: give a torch tensor or .* torch.tensor\(values\)"),
         (lambda: Arrays((X, None)), "array 1 of Arrays is None"),
-        (lambda: Arrays((torch.tensor(3),)), "array 0 of Arrays is a single number: its first dimension must count"),
+        (lambda: Arrays((torch.tensor(3),)), "array 0 of Arrays is a single number: its first dimension must be the samples"),
         (lambda: Arrays((torch.eye(3).to_sparse(),)), r"is a sparse tensor: convert it with .to_dense\(\)"),
         (lambda: Arrays((np.array([{}]),)), r"has numpy type object, which torch does not have: .* array.astype\(np.float32\)"),
         (lambda: Arrays((np.array(["cat"]),)), "has numpy type <U3, which torch does not have"),

@@ -35,7 +35,7 @@ def test_idle_threads_sleep_only_if_others_use_the_cores(
 
 @pytest.mark.usefixtures("no_policy")
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
-def test_a_policy_of_the_user_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_the_user_has_set_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contention, "_busy_cores", lambda: 2.0)
     monkeypatch.setenv(name, "17")
     assert contention.stop_spinning_if_shared(VERBS) == ""
@@ -109,7 +109,7 @@ def test_cores_that_others_keep_busy(busy: float, loadavg: str, expected: float,
 
 
 @pytest.mark.skipif(
-    not Path("/proc/self/schedstat").exists(), reason="this kernel does not tell how long threads wait: use Linux"
+    not Path("/proc/self/schedstat").exists(), reason="this kernel does not report how long threads wait: use Linux"
 )
 def test_time_on_a_core_is_counted_over_all_threads() -> None:
     worked, counted = threading.Barrier(3), threading.Event()
