@@ -135,9 +135,9 @@ def test_runs_are_overlaid_in_their_own_colors_and_their_differences_shown(page:
     assert sections(page) == ["Curves", "Contract", "Environment"]
     page.get_by_role("checkbox", name="Compare beta").check()
     wait_for_points(page, "Loss", [40, 4, 40, 4])
-    assert sections(page) == ["Curves", "Differences", "Environment"]
+    assert sections(page) == ["Curves", "Results", "Differences", "Environment"]
     table = page.get_by_role("region", name="Where the runs differ")
-    expect(table.get_by_role("columnheader")).to_have_text(["differs", "alpha", "beta"])
+    expect(table.get_by_role("columnheader")).to_have_text(["option", "alpha", "beta"])
     expect(table).to_contain_text("8,192")
     expect(table).to_contain_text("lars")
     expect(table).not_to_contain_text("cnn:width=8")

@@ -1,5 +1,6 @@
 """The board's list in a real browser: groups that fold, what a row shows, and that nothing overlaps on any screen."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,9 @@ UNEXPECTED_HEIGHTS = """() => {  // the list computes which rows are visible fro
 SHORTENED = """() => [...document.querySelectorAll(".run-name > :first-child")]
     .filter(each => each.scrollWidth > each.clientWidth + 1).map(each => each.parentElement.textContent)"""
 
+CUT = """() => [...document.querySelectorAll("tbody td")]
+    .filter(cell => cell.scrollWidth > cell.clientWidth + 1).map(cell => cell.textContent)"""
+
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -105,6 +109,40 @@ def test_nothing_overlaps(page: "Page", url: str) -> None:
     assert page.evaluate("document.getElementById('rows').scrollWidth <= document.getElementById('rows').clientWidth")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert set(page.evaluate(SHORTENED)) <= {TOO_LONG, f"{list(ARMS)[1]}-seed0"}
+
+
+@pytest.mark.parametrize("page_options", [{"viewport": {"width": 1400, "height": 900}}])
+def test_numbers_are_whole_and_the_curves_are_on_the_first_screen(page: "Page", own: str, tmp_path: Path) -> None:
+    study = make_study(tmp_path, "study-a", {f"adamw-with-decoupled-weight-decay-{arm}": 0.8 for arm in range(8)})
+    for place, arm in enumerate(sorted(study.glob("*/result.json"))):
+        arm.write_text(json.dumps({**json.loads(arm.read_text()), "samples_per_s": 19078.0 + 5000 * place}))
+    found = json.loads((study / "study.json").read_text())
+    (study / "study.json").write_text(json.dumps({**found, "mini": True}))
+    loss = make_run(tmp_path, "by-loss", task="another")
+    for name in ("metrics.jsonl", "course.csv"):
+        (loss / name).write_text("")
+    (loss / "result.json").write_text(json.dumps({"status": "done", "metrics": {"loss": 0.2207}, "epochs": 3}))
+    live = begin_run(tmp_path, "live", total_steps=141000, epochs=3000)
+    add_steps(live, 1, 4000)
+    page.goto(f"{own}#sort=name&open=study-a")
+    expect(page.locator('tr[data-id="study-a"] .c-samples_per_s')).to_have_text("19,078\u201354,078")
+    expect(page.locator('tr[data-id="study-a"] .second')).to_contain_text("a trial with --mini: its numbers mean nothing")
+    expect(page.locator('tr[data-id="live"] .c-epochs')).to_contain_text("of 3,000")
+    assert page.evaluate(CUT) == []
+    assert page.evaluate(SHORTENED) == []
+    page.get_by_role("checkbox", name="Compare the runs of study-a").check()
+    wait_for_text(page, "h1", ["8 runs of study-a compared"])
+    assert page.locator("main h2").all_inner_texts()[:2] == ["Curves", "Results"]  # the list shows the results, too
+    expect(page.get_by_role("region", name="Results of each run")).to_have_count(1)
+    top = page.locator("[data-key=loss] .plot").bounding_box()
+    assert top
+    assert top["y"] + 100 < 900
+    page.locator(NAMES, has_text="live").click()
+    wait_for_text(page, "h1", ["live"])
+    top = page.locator("[data-key=loss] .plot").bounding_box()
+    assert top
+    assert top["y"] + 100 < 900
+    end_run(live)
 
 
 def test_a_group_keeps_its_fold_state_while_runs_come_and_go(page: "Page", own: str, tmp_path: Path) -> None:

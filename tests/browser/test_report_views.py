@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.pages import make_train
+from harness.pages import COMPONENTS_S, make_train
 from paceline.report.page import write_report
 
 if TYPE_CHECKING:
@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 
 STUDY = Path(__file__).parents[2] / "studies" / "results" / "ingredients.json"
 DESKTOP = {"viewport": {"width": 1400, "height": 900}}
+LAPTOP = {"viewport": {"width": 1024, "height": 768}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 SCRIPT = "<script>window.broken=1</script><img src=x onerror='window.broken=2'>"
 DRAWN = "() => [...document.querySelectorAll('.plot')].every(plot => plot.querySelector('svg.main-svg'))"
 PLOT = "key => (({data, layout}) => ({data, layout}))(document.querySelector(`[data-key='${key}'] .plot`))"
 LIBRARY = "plotly.min.js"
+SEEDS = [f"adamw-with-decoupled-weight-decay-and-warm-up-seed{seed}" for seed in range(8)]
+CUT = "selector => [...document.querySelectorAll(selector)].filter(each => each.scrollWidth > each.clientWidth + 1).length"
 
 
 @pytest.fixture(scope="module")
@@ -210,3 +213,108 @@ def test_runs_without_validation_and_a_missing_library(page: "Page", folder: Pat
     page.get_by_text("plotly's script did not load from the file empty.js").wait_for(timeout=5_000)
     page.locator("[data-key=loss] summary").click()
     page.locator("[data-key=loss] details tbody tr").nth(11).wait_for()  # the numbers are there without charts
+
+
+@pytest.mark.parametrize("page_options", [DESKTOP, LAPTOP], ids=["desktop", "laptop"])
+def test_many_runs_with_long_names_leave_the_curves_on_the_first_screen(page: "Page", folder: Path, tmp_path: Path) -> None:
+    records = [make_train(tmp_path / name, seed=seed) for seed, name in enumerate(SEEDS)]
+    show(page, folder, "many", *records)
+    assert page.viewport_size
+    assert box(page, "[data-key=loss] .plot")["y"] + 50 < page.viewport_size["height"]
+    results = page.get_by_role("region", name="Results of each run")
+    heads = results.locator("thead th").all_inner_texts()
+    assert heads[:2] == ["run", "status"]
+    assert heads[6:] == ["images/s", "time", "steps"]  # without workers, V and global batch: they are the same for all
+    assert results.evaluate("box => box.scrollWidth - box.clientWidth") <= 0
+    assert results.locator("tbody tr").first.evaluate("row => row.offsetHeight") < 40  # a name has one line
+    for name in (".chip", ".results"):  # the end of a name, in which it differs from the others, is never cut
+        assert page.evaluate(CUT, f"{name} .two-parts > :last-child") == 0
+        assert page.locator(f"{name} .two-parts > :last-child").last.inner_text().endswith("seed7")
+    labels = plot(page, "components")["layout"]["yaxis"]["ticktext"]
+    assert len(set(labels)) == len(SEEDS)
+    assert not page.locator("#step li", has_text="of memory.").count()
+    page.locator("[data-key=components] summary").click()
+    assert page.locator("[data-key=components] thead th").last.inner_text() == "memory"
+
+
+@pytest.mark.parametrize("page_options", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_a_tooltip_of_several_runs_fits_into_its_chart(page: "Page", folder: Path, tmp_path: Path) -> None:
+    show(page, folder, "tooltip", *(make_train(tmp_path / name) for name in SEEDS[:3]))
+    page.get_by_role("group", name="Smoothing").get_by_role("button", name="light").click()
+    page.locator("[data-key=loss]").scroll_into_view_if_needed()
+    chart = box(page, "[data-key=loss] .plot")
+    page.mouse.move(chart["x"] + chart["width"] / 2, chart["y"] + 100)
+    page.mouse.move(chart["x"] + chart["width"] / 2 + 3, chart["y"] + 120)
+    tip = box(page, "[data-key=loss] .hoverlayer .legend")
+    assert chart["x"] - 1 <= tip["x"]
+    assert tip["x"] + tip["width"] <= chart["x"] + chart["width"] + 1
+    assert "ed1, training: " in (page.locator("[data-key=loss] .hoverlayer").text_content() or "")
+
+
+@pytest.mark.parametrize("page_options", [PHONE], ids=["phone"])
+def test_a_run_that_failed_at_once_has_no_empty_tiles_and_no_missing_curves(page: "Page", folder: Path, tmp_path: Path) -> None:
+    for status in ("failed", "done"):
+        record = make_train(tmp_path / status, status=status)
+        (record / "metrics.jsonl").write_text("")
+        why = "the loss is nan; try a lower --base-lr, --schedule cosine --warmup-epochs 1 or --clip-norm 1"
+        (record / "result.json").write_text(json.dumps({"status": status, "why": why}))
+        show(page, folder, status, record)
+        assert page.locator(".tiles").count() == 0
+        if status == "failed":
+            assert page.locator("#sections a").first.inner_text() == "Contract"
+            assert page.locator("#notes li").all_inner_texts() == [
+                "no curves: the run ended before its first metrics were recorded"
+            ]
+            flags = page.locator(".why .flag")
+            assert flags.all_inner_texts() == ["--base-lr", "--schedule", "--warmup-epochs", "--clip-norm"]
+            assert all(flag.evaluate("flag => flag.getClientRects().length") == 1 for flag in flags.all())
+        else:
+            assert page.locator("#sections a").first.inner_text() == "1 problem"
+            page.locator("#sections a").first.click()
+            assert page.locator("#notes h3").inner_text() == "Problems"
+
+
+def test_a_trial_of_a_study_is_marked_beside_its_numbers(page: "Page", folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "study.json").write_text(json.dumps({**json.loads(STUDY.read_text()), "mini": True}))
+    show(page, folder, "trial", tmp_path)
+    assert page.locator("#overview .banner").count() == 1
+    show(page, folder, "trial-and-run", make_train(tmp_path / "run"), tmp_path)
+    assert page.locator("#overview .banner").count() == 0
+    assert page.locator("#study .banner + *").count() == 1
+    assert page.locator("h2").all_inner_texts()[:2] == ["Curves", "Study"]
+
+
+def test_charts_show_only_what_was_measured(page: "Page", folder: Path, tmp_path: Path) -> None:
+    """No false slope where an extended run changed its schedule, no line without a lag, no component that took no time."""
+    extended = make_train(tmp_path / "extended", extended="from 40 steps to 60", resumed_at=40)
+    alone, fast = make_train(tmp_path / "alone", workers=1), make_train(tmp_path / "fast")
+    none = {"communication": 0.0, "waiting": 0.0}
+    rewrite(alone, lambda row: row | ({"lag_s": 0.0, "components_s": COMPONENTS_S | none} if row["kind"] == "health" else {}))
+    rewrite(fast, lambda row: row | ({"samples_per_s": 1e6 + row["step"]} if row["kind"] in ("health", "epoch") else {}))
+    rewrite(extended, lambda row: row | ({"samples_per_s": 5000.0 + row["step"]} if row["kind"] in ("health", "epoch") else {}))
+    show(page, folder, "measured", alone, extended, fast)
+    rates = {trace["name"]: trace for trace in plot(page, "lr")["data"]}
+    assert rates["extended"]["x"][7:10] == [40, None, 45]
+    assert rates["extended"]["y"][8] is None
+    assert None not in rates["fast"]["x"]
+    assert [trace["name"] for trace in plot(page, "lag")["data"]] == ["extended", "fast"]
+    speed = plot(page, "speed")["layout"]["yaxis"]["range"]
+    assert speed[0] == 0
+    assert speed[1] < 1e5
+    names = ["input", "compute", "communication", "waiting", "optimizer", "other"]
+    assert [trace["meta"] for trace in plot(page, "components")["data"]] == names
+    show(page, folder, "one-worker", alone)
+    keys = page.locator("[data-key=components] .keys li").all_inner_texts()
+    assert keys == ["input", "compute", "optimizer", "other"]
+    assert page.locator("#step li", has_text="381 MiB of memory.").count() == 1
+
+
+def test_dots_of_many_epochs_do_not_hide_their_line(page: "Page", folder: Path, tmp_path: Path) -> None:
+    record = make_train(tmp_path / "long")
+    rows = [
+        {"kind": "epoch", "step": 20 * n, "epoch": n, "time_s": n, "val_loss": 1 / n, "val_accuracy": 0.5}
+        for n in range(1, 200)
+    ]
+    (record / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    show(page, folder, "dots", record)
+    assert sorted(set(plot(page, "loss")["data"][0]["marker"]["size"])) == [3, 14]

@@ -44,7 +44,7 @@ def read_summary(path: AnyPath) -> dict[str, Any]:
                 line["detail"] = _speed_up(view["counts"])
             elif kind == "study" and view:
                 line |= {"planned": view["planned"], "failed": sum(arm["failed"] for arm in view["arms"])}
-                line["detail"] = _best_arm(view)
+                line["detail"] = "a trial with --mini: its numbers mean nothing" if view["mini"] else _best_arm(view)
     except Exception as error:
         line["why"] = f"{type(error).__name__}: {text(str(error), 200)}"
     line["when"] = line["when"] or changed_at(path)

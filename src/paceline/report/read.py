@@ -161,6 +161,7 @@ def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
     problems = source["problems"]
     about = read_object(path / "environment.json", problems, missing="environment.json is missing: no contract, no versions")
     result = read_object(path / "result.json", problems)
+    status = source["status"] = status_of(path, result)
     metrics = Metrics()
     try:
         metrics = read_metrics_columns(path / "metrics.jsonl", end)
@@ -172,14 +173,13 @@ def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
         if metrics.unreadable:
             problems.append(f"metrics.jsonl: {plural(metrics.unreadable, 'line')} skipped: not a valid row")
         if not (metrics.step.count or metrics.epoch.count):
-            problems.append("metrics.jsonl has no steps: no curves")
+            _explain_no_steps(status, metrics, problems)
     facts = _object(about.get("contract")) | _object(_object(metrics.resumed).get("contract"))
     source["facts"] = {name: value for name, value in facts.items() if _is_plain(value)}
     source["unit"] = unit_of(source["facts"])
     source["contract"] = _contract(facts)
     source["environment"] = _environment(about, _object(metrics.resumed))
     source["when"] = text(about.get("when"), 40) or None
-    source["status"] = status_of(path, result)
     if about and not source["contract"]:
         problems.append("environment.json has no contract")
     if result and not isinstance(result.get("status"), str):
@@ -198,6 +198,14 @@ def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
         source["timeline"] = view_timeline(_read_json(path / "timeline.json", problems), problems)
     if (path / "landscape.json").is_file():
         source["landscape"] = view_landscape(_read_json(path / "landscape.json", problems), problems)
+
+
+def _explain_no_steps(status: str, metrics: Metrics, problems: list[str]) -> None:
+    """Say why there are no curves. A run that started now, or failed at once, has no steps yet: nothing is missing."""
+    if status in (Status.FAILED, Status.DIVERGED):
+        metrics.notes.append("no curves: the run ended before its first metrics were recorded")
+    elif status != Status.RUNNING:
+        problems.append("metrics.jsonl has no steps: no curves")
 
 
 def _fill_scale(source: dict[str, Any], path: AnyPath) -> None:

@@ -4,9 +4,9 @@
 import { makeAddress, readAddress } from "./address.js";
 import { COLUMNS, metricOf } from "./columns.js";
 import { commonFolder, commonMetric, findNewest, makeLines } from "./lines.js";
-import { makeRows, twoParts } from "./rows.js";
+import { makeRows } from "./rows.js";
 
-const { color, commas, key, node, unitOf } = window.Paceline;
+const { color, commas, key, node, twoParts, unitOf } = window.Paceline;
 
 const MOST = 24; // runs compared at once; the server has the same limit
 const PATIENCE_MS = 60000; // a hidden page closes its connection after this: browsers allow six per server

@@ -3,11 +3,10 @@
 
 import { COLUMNS, ago, metricOf, workers } from "./columns.js";
 
-const { node } = window.Paceline;
+const { node, twoParts } = window.Paceline;
 
 const OVERSCAN_PX = 450; // rows are drawn this far above and below the visible ones
 const MINUTE_MS = 60000; // how often the age of runs is updated
-const TAIL = 11; // characters at the end of a long name that are always shown: runs of one task differ only in their time
 
 /**
  * Make the list. The user's actions call `on.toggle(line)`, `on.only(line)`, `on.fold(line, open)` and `on.sort(key)`; `on.link(id)`
@@ -199,12 +198,6 @@ export function makeRows(frame, on) {
       move(at.has(active) ? at.get(active) : 0);
     },
   };
-}
-
-/** A name in two elements. If there is no room for it, the first is shortened, and its end stays readable. */
-export function twoParts(name) {
-  const cut = Math.max(0, name.length - TAIL);
-  return [node("span", {}, name.slice(0, cut)), node("span", {}, name.slice(cut))];
 }
 
 function makeHeads(tr, sort) {

@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const {
-    state, trains, theme, lineStyle, colorPlace, safe, uid, clip, isNumber, seconds, plain, unitOf, node, key, chart, allTool,
+    state, trains, theme, lineStyle, colorPlace, safe, uid, clip, isNumber, seconds, plain, unitOf, node, key, twoParts, chart, allTool,
     context, layout, rangeOf, robustRange, typical,
   } = window.Paceline;
 
@@ -53,6 +53,16 @@
   const isByEpoch = ({ facts }) => String((facts || {}).schedule).includes("by epoch");
   const isSmoothed = (table, name) => state.smooth > 0 && table !== "epoch" && name !== "lr";
 
+  const isLate = (source) => (column(source, "health", "lag_s") || []).some((value) => value > 0); // a single worker has no lag
+
+  // The learning rate, with a gap where an extended run took up the schedule of its new length: the rate jumps there.
+  function rates(source, x) {
+    const steps = column(source, "step", "step") || [], at = (source.facts || {}).extended ? source.facts.resumed_at : null;
+    const place = isNumber(at) ? steps.findIndex((step) => step > at) : -1;
+    const cut = (values) => (place > 0 && values ? [...values.slice(0, place), null, ...values.slice(place)] : values);
+    return [cut(column(source, "step", x)), cut(column(source, "step", "lr"))];
+  }
+
   const has = (values) => Array.isArray(values) && values.some(isNumber);
 
   // All charts that the sources have data for: [{key, title, note, lines: [[table, column, "training" | "validation" | ""]]}].
@@ -84,10 +94,9 @@
       { key: "lag", title: "Slowest worker's lag", unit: "ms", by: 1e3, lines: [["health", "lag_s", ""]], zero: true },
     ];
     const drawn = ([table, name]) => sources.some((source) => has(column(source, table, name)));
-    const late = (source) => (column(source, "health", "lag_s") || []).some((value) => value > 0); // a single worker has no lag
     return all
       .map((chart) => ({ ...chart, lines: chart.lines.filter(drawn) }))
-      .filter((chart) => chart.lines.length && (chart.key !== "lag" || sources.some(late)));
+      .filter((chart) => chart.lines.length && (chart.key !== "lag" || sources.some(isLate)));
   }
 
   const words = (name) => (name.charAt(0).toUpperCase() + name.slice(1)).replace(/_/g, " ");
@@ -115,7 +124,8 @@
       const range = rangeOf(chart.lines.flatMap(([table, name]) => (column(source, table, name) || []).map(scaled)));
       return range && { ...range, well: didWell(source) };
     }).filter(Boolean);
-    return groups.length > 1 ? robustRange(groups, typical(groups), FAR) : null;
+    const range = groups.length > 1 ? robustRange(groups, typical(groups), FAR) : null;
+    return range && chart.zero && !log ? { ...range, low: Math.min(0, range.low) } : range;
   }
 
   // Marks at the edge of the axis, where a line leaves it.
@@ -168,16 +178,18 @@
   function curveFigure(chart, sources, context) {
     const { look, x, range } = context;
     const axis = xAxis(sources, x), shown = sources.filter((source) => !context.hidden.has(source.id)), data = [], marks = [];
+    const short = Math.max(10, Math.floor(look.width / 32)); // a tooltip fits beside the pointer
     const two = chart.lines.length > 1, unit = chart.unit ? ` ${chart.unit}` : "";
     for (const source of shown) {
       const style = lineStyle(context.color(source.id), look.theme);
       for (const [table, name, what] of chart.lines) {
-        const xs = column(source, table, x), ys = column(source, table, name);
-        if (!has(ys) || !has(xs)) continue;
+        const [xs, ys] = name === "lr" ? rates(source, x) : [column(source, table, x), column(source, table, name)];
+        if (!has(ys) || !has(xs) || (chart.key === "lag" && !isLate(source))) continue;
         const points = table === "epoch" || ys.filter(isNumber).length < 3, dotted = table === "epoch" && two;
+        const size = ys.length > 100 ? 3 : ys.length > 30 ? 5 : 7; // many dots would hide their own line
         const best = table === "epoch" && name.startsWith("val_") ? bestIndex(name.slice(4), ys) : -1;
         const label = [
-          sources.length > 1 ? clip(source.name, 40) : "", two || sources.length === 1 ? what || chart.title : "",
+          sources.length > 1 ? clip(source.name, short) : "", two || sources.length === 1 ? what || chart.title : "",
         ].filter(Boolean).join(", ");
         const line = {
           type: "scatter", mode: points ? "lines+markers" : "lines", name: safe(label),
@@ -189,7 +201,7 @@
             shape: name === "lr" && isByEpoch(source) ? "vh" : "linear", // a rate holds up to its row
           },
           marker: {
-            size: best < 0 ? 7 : ys.map((_, index) => (index === best ? 14 : 7)), color: style.color,
+            size: best < 0 ? size : ys.map((_, index) => (index === best ? 14 : size)), color: style.color,
             symbol: best < 0 ? "circle" : ys.map((_, index) => (index === best ? "star" : "circle")), opacity: 1,
           },
           customdata: best < 0 ? undefined : ys.map((_, index) => (index === best ? " (best)" : "")),
@@ -200,7 +212,7 @@
           data.push({ ...line, ...faint, uid: `${line.uid}-raw` });
           line.customdata = line.y.map((y) => plain(y));
           line.y = smooth(line.y, state.smooth);
-          line.hovertemplate = `${safe(label)}: %{y:,.4~g} smoothed, %{customdata} in its row<extra></extra>`;
+          line.hovertemplate = `${safe(label)}: %{y:,.4~g} (raw %{customdata})<extra></extra>`;
         }
         data.push(line);
         if (range) marks.push(...edgeMarks(line, range, context.log, unit));
@@ -305,7 +317,7 @@
                 window.Paceline.redraw();
               },
             },
-            key(run.id), node("span", {}, run.name),
+            key(run.id), node("span", { class: "two-parts" }, ...twoParts(run.name)),
           )),
         ),
       });

@@ -72,6 +72,16 @@
     );
   }
 
+  const TAIL = 11; // characters at the end of a long name that are always shown: runs of one task differ only in their time
+  // A name in two elements, for class "two-parts". If there is no room for it, the first is shortened, and its end stays readable.
+  function twoParts(name) {
+    const cut = Math.max(0, name.length - TAIL);
+    return [node("span", {}, name.slice(0, cut)), node("span", {}, name.slice(cut))];
+  }
+
+  // A sentence of a record. Its flags are not broken at their hyphens.
+  const sentence = (text) => text.split(/(--[a-z][\w-]*)/).map((part, index) => (index % 2 ? node("span", { class: "flag" }, part) : part));
+
   const badge = (source) => node("span", { class: `badge ${source.tone || ""}` }, source.status);
   // The sample of a run's line style, shown before its name.
   const key = (id) => {
@@ -82,5 +92,5 @@
     return element;
   };
 
-  Object.assign(window.Paceline, { reconcile, node, table, pairs, badge, key });
+  Object.assign(window.Paceline, { reconcile, node, table, pairs, twoParts, sentence, badge, key });
 })();

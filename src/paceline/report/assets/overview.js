@@ -2,39 +2,33 @@
 "use strict";
 (() => {
   const {
-    trains, theme, colorPlace, isNumber, commas, plain, figure, time, unitOf, node, table, pairs, badge, key, column, bestOf,
+    state, trains, theme, colorPlace, isNumber, commas, plain, figure, time, unitOf, node, table, pairs, twoParts, sentence, badge,
+    key, column, bestOf, miniBanner,
   } = window.Paceline;
 
-  // `links`: [id, title] of the sections below.
-  function overview(sources, links) {
-    const items = [], problems = sources.reduce((count, source) => count + source.problems.length, 0);
-    if (trains(sources).length === 1) items.push(tiles(trains(sources)[0]));
-    if (sources.length > 1) items.push(runsTable(sources));
-    if (problems) {
-      items.unshift({
-        key: "warned", sign: problems,
-        make: () => node(
-          "p", { class: "warned" },
-          node(
-            "span", { class: "badge warn" },
-            problems === 1 ? "1 problem" : `${problems} problems`,
-          ),
-          " ", node("a", { href: "#notes" }, "what is missing or broken"),
-        ),
-      });
-    }
-    if (sources.length === 1 && sources[0].error) items.unshift(failure(sources[0]));
-    for (const source of sources.filter((each) => each.study && each.study.mini)) items.unshift(mini(source));
-    if (links.length > 2) {
-      items.push({
-        key: "nav", sign: links,
-        make: () => node(
-          "nav", { "aria-label": "Sections" },
-          node("ul", { class: "nav" }, ...links.map(([id, title]) => node("li", {}, node("a", { href: `#${id}` }, title)))),
-        ),
-      });
-    }
+  function overview(sources) {
+    const items = [], found = trains(sources).length === 1 ? tiles(trains(sources)[0]) : null;
+    if (sources.length === 1 && sources[0].study && sources[0].study.mini) items.push(miniBanner(sources[0]));
+    if (sources.length === 1 && sources[0].error) items.push(failure(sources[0]));
+    if (found) items.push(found);
+    if (sources.length > 1 && !state.listed) items.push(runsTable(sources));
     return items;
+  }
+
+  // Links to the sections below, [id, title]; first to the problems of the records.
+  function navigation(sources, links) {
+    const problems = sources.reduce((count, source) => count + source.problems.length, 0);
+    if (links.length < 3 && !problems) return [];
+    const first = node(
+      "li", {}, node("a", { class: "badge warn", href: "#notes" }, problems === 1 ? "1 problem" : `${problems} problems`),
+    );
+    return [{
+      key: "nav", sign: [problems, links],
+      make: () => node(
+        "ul", { class: "nav" }, problems ? first : null,
+        ...links.map(([id, title]) => node("li", {}, node("a", { href: `#${id}` }, title))),
+      ),
+    }];
   }
 
   const block = (text) => node("pre", { tabindex: "0" }, text);
@@ -50,7 +44,7 @@
     key: "failure", sign: [source.status, source.error],
     make: () => node(
       "div", { class: "card failure", role: "region", "aria-label": "Error" },
-      node("p", { class: "why" }, badge(source), " ", node("strong", {}, source.error.why)), ...evidence(source.error, source.id),
+      node("p", { class: "why" }, badge(source), " ", node("strong", {}, ...sentence(source.error.why))), ...evidence(source.error, source.id),
     ),
   });
 
@@ -60,20 +54,11 @@
     return node(
       "details", { class: "failures" }, node("summary", { "data-focus": "failures" }, count),
       ...failed.map((source) => node(
-        "div", {}, node("p", {}, badge(source), " ", node("strong", {}, source.name), `: ${source.error.why}`),
+        "div", {}, node("p", {}, badge(source), " ", node("strong", {}, source.name), ": ", ...sentence(source.error.why)),
         ...evidence(source.error, source.id),
       )),
     );
   }
-
-  const mini = (source) => ({
-    key: `mini ${source.id}`, sign: source.name,
-    make: () => node(
-      "p", { class: "banner", role: "note" },
-      node("strong", {}, "A trial run of the study: its numbers mean nothing. "),
-      `${source.name} was run with --mini, which only tests every arm's options on a few steps of small data.`,
-    ),
-  });
 
   // "best 0.8910 in epoch 5" for a value that is not the best itself.
   function besides(source, name, value) {
@@ -98,18 +83,23 @@
           ? `of ${commas(facts.total_steps)}` : isNumber(last.epochs) ? `in ${commas(last.epochs)} epoch${last.epochs === 1 ? "" : "s"}` : "",
       );
     }
+    if (!said.length) return null; // it ended before there was a result
     if (isNumber(facts.workers)) {
       add("workers", commas(facts.workers), isNumber(facts.virtual_workers) ? `V = ${commas(facts.virtual_workers)}` : "");
     }
     if (isNumber(last.noise_scale)) add("noise scale", commas(Math.round(last.noise_scale)), unitOf([source]));
     return {
       key: "tiles", sign: said,
-      make: () => node(
-        "dl", { class: "tiles" },
-        ...said.map(([name, value, small]) => node(
-          "div", {}, node("dt", {}, name), node("dd", {}, value, small ? node("small", {}, small) : null),
-        )),
-      ),
+      make: () => {
+        const list = node(
+          "dl", { class: "tiles" },
+          ...said.map(([name, value, small]) => node(
+            "div", {}, node("dt", {}, name), node("dd", {}, value, small ? node("small", {}, small) : null),
+          )),
+        );
+        list.style.maxWidth = `${16 * said.length}rem`; // few of them do not get wider
+        return list;
+      },
     };
   }
 
@@ -123,30 +113,34 @@
       (source) => [source.id, source.name, source.status, source.summary, source.error, source.last, bests(source), colorPlace(source.id), theme()]
     );
     return { key: "runs", sign: facts, make: () => {
-      const runs = trains(sources), rows = runs.map((source) => {
-        const last = source.last, best = bests(source),
-          number = (value, said = commas) => (isNumber(value) ? said(value) : "–");
-        const name = node("span", { class: "named" }, key(source.id), node("span", {}, source.name));
-        return [
-          name, badge(source), number(last.accuracy, figure), best[0], number(last.loss, figure), best[1],
-          last.samples_per_s ? commas(last.samples_per_s) : "–", last.time_s ? time(last.time_s) : "–", number(last.steps),
-          number(source.facts.workers), number(source.facts.virtual_workers), number(source.facts.global_batch),
-        ];
-      });
+      const runs = trains(sources), number = (value, said = commas) => (isNumber(value) ? said(value) : "–");
+      const name = (source) => node(
+        "span", { class: "named", title: source.name }, key(source.id), node("span", { class: "two-parts" }, ...twoParts(source.name)),
+      );
+      const columns = [
+        ["run", name], ["status", badge], ["accuracy", ({ last }) => number(last.accuracy, figure)],
+        ["best (epoch)", (source) => bests(source)[0]], ["validation loss", ({ last }) => number(last.loss, figure)],
+        ["best (epoch)", (source) => bests(source)[1]],
+        [`${unitOf(runs)}/s`, ({ last }) => (last.samples_per_s ? commas(last.samples_per_s) : "–")],
+        ["time", ({ last }) => (last.time_s ? time(last.time_s) : "–")], ["steps", ({ last }) => number(last.steps)],
+        ...[["workers", "workers"], ["V", "virtual_workers"], ["global batch", "global_batch"]]
+          .filter(([, fact]) => new Set(runs.map((run) => run.facts[fact])).size > 1) // the same for all: not a result
+          .map(([title, fact]) => [title, (source) => number(source.facts[fact])]),
+      ];
       const box = table({
-        head: [
-          "run", "status", "accuracy", "best (epoch)", "validation loss", "best (epoch)", `${unitOf(runs)}/s`, "time", "steps",
-          "workers", "V", "global batch",
-        ],
-        rows, numbers: 2, caption: "Results of each run",
+        head: columns.map(([title]) => title), rows: runs.map((source) => columns.map(([, cell]) => cell(source))), numbers: 2,
+        caption: "Results of each run",
       });
-      if (runs.length > 6) box.classList.add("tall", "short");
+      box.querySelector("caption").classList.add("quiet");
+      if (runs.length > 5) box.classList.add("tall", "short");
       const failed = sources.filter((source) => source.error);
-      const list = node("ul", { class: "list" }, ...sources.map((source) => node("li", {}, source.summary)));
+      const list = node("ul", { class: "list" }, ...sources.map((source) => node("li", {}, ...sentence(source.summary))));
       return node(
-        "div", { class: "card" }, runs.length > 1 ? box : null,
-        failed.length ? failures(failed) : null,
-        node("details", {}, node("summary", { "data-focus": "sentences" }, "Each run in a sentence"), list),
+        "div", { class: "card results" }, runs.length > 1 ? box : null,
+        node(
+          "div", { class: "folds" }, failed.length ? failures(failed) : null,
+          node("details", {}, node("summary", { "data-focus": "sentences" }, "Each run in a sentence"), list),
+        ),
       );
     } };
   }
@@ -177,7 +171,7 @@
       const card = node("div", { class: "card" });
       if (differ.length) {
         const box = table({
-          head: ["differs", ...runs.map((source) => source.name)], caption: "Where the runs differ",
+          head: ["option", ...runs.map((source) => source.name)], caption: "Where the runs differ",
           rows: differ.map(({ name, values }) => [name, ...values.map(worded)]),
         });
         box.querySelectorAll("tbody td").forEach((cell) => cell.classList.add(runs.length > 4 ? "few-words" : "words"));
@@ -202,11 +196,11 @@
         node(
           "h3", {},
           sources.length > 1
-            ? source.name : source.problems.length ? "Problems, and notes of the run" : "Notes of the run",
+            ? source.name : [source.problems.length ? "Problems" : "", source.notes.length ? "Notes" : ""].filter(Boolean).join(" and "),
         ),
         node(
-          "ul", { class: "list" }, ...source.problems.map((text) => node("li", { class: "problem" }, text)),
-          ...source.notes.map((text) => node("li", {}, text)),
+          "ul", { class: "list" }, ...source.problems.map((text) => node("li", { class: "problem" }, ...sentence(text))),
+          ...source.notes.map((text) => node("li", {}, ...sentence(text))),
         ),
       ),
     }));
@@ -230,9 +224,13 @@
     ];
   }
 
+  // On the board, whose list shows the results already, the table comes after the curves.
+  const results = (sources) => (state.listed && sources.length > 1 ? [runsTable(sources)] : []);
+
+  window.Paceline.sections.results = { title: "Results", make: results };
   window.Paceline.sections.differences = { title: "Differences", make: differences };
   window.Paceline.sections.contract = { title: "Contract", make: contract };
   window.Paceline.sections.notes = { title: "Notes and problems", make: notes };
   window.Paceline.sections.environment = { title: "Environment", make: environment };
-  Object.assign(window.Paceline, { overview });
+  Object.assign(window.Paceline, { overview, navigation });
 })();

@@ -2,9 +2,10 @@
 // selected x axis, hidden runs and open tables. ORDER is the order of the sections. This file comes last: it starts drawing.
 "use strict";
 (() => {
-  const { sections, state, givePlaces, startTheme, reconcile, node, overview } = window.Paceline;
+  const { sections, state, givePlaces, startTheme, reconcile, node, overview, navigation } = window.Paceline;
   const ORDER = [
-    "tools", "curves", "differences", "step", "scaling", "timeline", "study", "landscape", "contract", "notes", "environment",
+    "tools", "curves", "results", "study", "scaling", "differences", "step", "timeline", "landscape", "contract", "notes",
+    "environment",
   ];
 
   // options.headline: the sentence at the top.
@@ -26,7 +27,8 @@
     const found = ORDER.map((id) => ({ id, ...sections[id], items: sections[id].make(state.sources) }))
       .filter((section) => section.items.length);
     const links = found.filter((section) => section.title).map(({ id, title }) => [id, title]);
-    found.unshift({ id: "overview", title: "", items: overview(state.sources, links) });
+    found.unshift({ id: "overview", title: "", items: overview(state.sources) });
+    reconcile(document.getElementById("sections"), navigation(state.sources, links));
     reconcile(state.root, found.filter((section) => section.items.length).map(shell));
   }
 

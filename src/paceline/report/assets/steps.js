@@ -18,9 +18,13 @@
   const PREFIX = "components_s."; // of the columns of a health row
   const componentOf = (column) => column.slice(PREFIX.length);
 
-  // bars: [{label, components: {input: seconds, ...}}], drawn top to bottom.
+  // The components that took any time, in their usual order.
+  const namesOf = (bars) => [...new Set(bars.flatMap((bar) => Object.keys(bar.components)))]
+    .filter((name) => bars.some((bar) => bar.components[name] > 0));
+
+  // bars: [{label, components: {input: seconds, ...}, memory: bytes}], drawn top to bottom.
   function componentsFigure(bars, context) {
-    const { look } = context, names = [...new Set(bars.flatMap((bar) => Object.keys(bar.components)))];
+    const { look } = context, names = namesOf(bars);
     const totals = bars.map((bar) => Object.values(bar.components).reduce((a, b) => a + b, 0));
     const data = names.map((name) => ({
       type: "bar", orientation: "h", name: safe(name), meta: name, uid: uid(name), y: bars.map((_, index) => index),
@@ -47,7 +51,7 @@
         xaxis: { title: { text: UNIT() }, fixedrange: true, tickformat: ",.6~g", ...(state.share ? { range: [0, 100] } : {}) },
         yaxis: {
           tickvals: bars.map((_, index) => index),
-          ticktext: bars.map((bar) => safe(bars.length > 1 ? clip(bar.label, look.narrow ? 14 : 30) : "")), autorange: "reversed",
+          ticktext: bars.map((bar) => safe(bars.length > 1 ? clip(bar.label, look.narrow ? 16 : 44) : "")), autorange: "reversed",
           fixedrange: true, showgrid: false,
         },
       }),
@@ -70,14 +74,14 @@
   });
 
   function componentsTable(bars) {
-    const names = [...new Set(bars.flatMap((bar) => Object.keys(bar.components)))];
+    const names = namesOf(bars), sized = bars.some((bar) => isNumber(bar.memory));
     const whole = (bar) => Object.values(bar.components).reduce((a, b) => a + b, 0);
     const said = (bar, value) => (state.share ? `${((100 * value) / whole(bar)).toFixed(1)}%` : seconds(value));
     return {
-      head: ["", ...names, "step"],
+      head: ["", ...names, "step", ...(sized ? ["memory"] : [])],
       rows: bars.map((bar) => [
         bar.label, ...names.map((name) => (isNumber(bar.components[name]) ? said(bar, bar.components[name]) : "–")),
-        seconds(whole(bar)),
+        seconds(whole(bar)), ...(sized ? [isNumber(bar.memory) ? bytes(bar.memory) : "–"] : []),
       ]),
       numbers: 1,
     };
@@ -86,7 +90,7 @@
   // How the components of a step changed during a run. A health row stands for the steps since the row before it.
   function healthFigure(source, context) {
     const { look, x } = context, health = source.series.health,
-      names = Object.keys(health).filter((name) => name.startsWith(PREFIX));
+      names = Object.keys(health).filter((name) => name.startsWith(PREFIX) && health[name].some((s) => s > 0));
     const axis = xAxis([source], x), at = column(source, "health", x) || [];
     const kept = at.map((_, index) => index).filter((index) => isNumber(at[index]) && (index === 0 || at[index] > at[index - 1]));
     const xs = [0, ...kept.map((index) => at[index] / axis.by)];
@@ -121,7 +125,9 @@
   function step(sources) {
     const items = [], runs = trains(visible(sources)).filter((source) => source.where);
     const scales = sources.filter((source) => source.scale),
-      bars = runs.map((source) => ({ label: source.name, components: source.where.components_s }));
+      bars = runs.map((source) => ({
+        label: source.name, components: source.where.components_s, memory: source.last.memory_bytes,
+      }));
     for (const source of scales) {
       bars.push(...source.scale.counts.filter((row) => Object.keys(row.components_s).length).map((row) => ({
         label: `${commas(row.workers)} worker${row.workers === 1 ? "" : "s"}${scales.length > 1 ? ", " + source.name : ""}`,
@@ -129,7 +135,7 @@
       })));
     }
     if (!bars.length) return items;
-    const about = runs.map((source) => health(source)).filter(Boolean);
+    const about = runs.map((source) => health(source, runs.length === 1)).filter(Boolean);
     if (about.length) {
       items.push(
         { key: "about", sign: about, make: () => node("ul", { class: "list text" }, ...about.map((text) => node("li", {}, text))) }
@@ -155,11 +161,13 @@
     return items;
   }
 
-  function health(source) {
+  // What else health says about a run. The memory of several runs is only in the table, or it would be a list of numbers.
+  function health(source, alone) {
     const { slowest, lag_s } = source.where, said = [];
     const behind = isNumber(lag_s) ? `, which was ${seconds(lag_s)} behind the median worker` : "";
     if (isNumber(slowest)) said.push(`the other workers mostly waited for worker ${slowest}${behind}`);
-    if (isNumber(source.last.memory_bytes)) said.push(`${bytes(source.last.memory_bytes)} of memory in the worker that uses most`);
+    const whose = source.facts.workers === 1 ? "" : " in the worker that uses most";
+    if (alone && isNumber(source.last.memory_bytes)) said.push(`${bytes(source.last.memory_bytes)} of memory${whose}`);
     return said.length ? `${source.name}: ${said.join("; ")}.` : "";
   }
 

@@ -39,7 +39,7 @@
       ? []
       : [{
         xref: "paper", x: 0, xanchor: "left", xshift: 8, y: index, showarrow: false,
-        font: { color: arm.failed ? look.bad : look.soft, size: 12 },
+        font: { color: arm.failed ? look.bad : look.soft, size: 12 }, bgcolor: look.card,
         text: safe(`no value: ${arm.failed} of ${arm.runs} did not finish`),
       }]
   ));
@@ -90,13 +90,22 @@
             title: { text: safe(study.metric) }, tickformat: ".5~g", ...(range ? { range: [range.low, range.high] } : {}),
           },
           yaxis: {
-            tickvals: arms.map((_, index) => index), ticktext: arms.map((arm) => safe(clip(arm.name, look.narrow ? 16 : 44))),
+            tickvals: arms.map((_, index) => index), ticktext: arms.map((arm) => safe(clip(arm.name, look.narrow ? 18 : look.width > 800 ? 60 : 44))),
             range: [arms.length - 0.4, -0.6], fixedrange: true, tickfont: { size: 11 },
           },
         },
       ),
     };
   }
+
+  const miniBanner = (source) => ({
+    key: `mini ${source.id}`, sign: source.name,
+    make: () => node(
+      "p", { class: "banner", role: "note" },
+      node("strong", {}, "A trial run of the study: its numbers mean nothing. "),
+      `${source.name} was run with --mini, which only tests every arm's options on a few steps of small data.`,
+    ),
+  });
 
   function study(sources) {
     const items = [];
@@ -105,6 +114,7 @@
       if (!found) continue;
       const title = found.name || source.name,
         tones = { better: "good", equal: "good", "no worse": "good", worse: "bad", undecided: "warn" };
+      if (found.mini && sources.length > 1) items.push(miniBanner(source)); // a page about this study alone begins with it
       if (found.about || found.note) {
         items.push({
           key: `about ${source.id}`, sign: [found.about, found.note],
@@ -153,4 +163,5 @@
   }
 
   window.Paceline.sections.study = { title: "Study", make: study };
+  Object.assign(window.Paceline, { miniBanner });
 })();

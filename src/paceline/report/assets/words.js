@@ -10,7 +10,11 @@
       .replace(/\$/g, "&#36;");
   // How plotly recognizes a trace between redraws. It is used in a selector, so it has only letters and digits.
   const uid = (...names) => names.join("-").replace(/[^\w-]/g, (character) => `_${character.codePointAt(0)}`);
-  const clip = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
+  // A long text without its middle: the names of runs often differ only at their end.
+  const clip = (text, most) => {
+    const tail = Math.floor((most - 1) / 2);
+    return text.length > most ? `${text.slice(0, most - 1 - tail)}…${text.slice(-tail)}` : text;
+  };
   const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
   const seconds = (s) => (
     s === 0
