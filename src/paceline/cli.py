@@ -123,8 +123,9 @@ def _explain(error: Exception, whole: bool) -> int:
     shared = isinstance(error, UsageError | Stopped) and not isinstance(error, SampleError)  # all workers raise these
     first = known if known is not None else rank == 0 or not shared
     if first:
-        lost = "lost contact with another worker, whose own error is the cause"
-        warn(prefix + (lost if is_lost_contact(error) else explain(error).describe(whole=whole)))
+        lost = bool(place and place.size > 1 and is_lost_contact(error) and not whole)
+        said = "lost contact with another worker, whose own error is the cause"
+        warn(prefix + (said if lost else explain(error).describe(whole=whole)))
     hosts_store = bool(known and place and rank == 0 and place.launcher != "torchrun")
     if hosts_store or not (first or isinstance(error, Stopped)):
         # The launcher may end all workers when one ends: give the first one time to print its error. Rank 0 also hosts the
@@ -195,6 +196,8 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
     if called is not None and called not in VERBS:
         raise unknown_verb(called, VERBS)
     parser, verbs = make_parser([called] if called else [])
+    if called and "--help-all" in argv and "--help-all" not in verbs[called]._option_string_actions:
+        argv = [called, "--help"]  # it has no others
     if not argv:
         parser.print_help(sys.stderr)
         parser.exit(UsageError.exit_code)
@@ -202,13 +205,13 @@ def _parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
     if rest:
         (verbs[called] if called else parser).refuse(next((arg for arg in rest if arg.startswith("-")), rest[0]))
     options = vars(args)
-    del options["traceback"]  # `run` has read it: an error may come before the options are known
+    del options["traceback"]
     return options.pop("verb"), options
 
 
 def _plain(argv: Sequence[str]) -> list[str]:
     """The arguments, with `help VERB`, `--help VERB` and `version` in the form that argparse expects."""
-    match list(argv):
+    match [arg for arg in argv if arg != _TRACEBACK]:  # `run` has read it: an error may come before the options are known
         case ["help" | "--help" | "-h", str(verb), *more] if not verb.startswith("-"):
             return [verb, "--help-all" if "--help-all" in more else "--help"]
         case ["help", *_]:

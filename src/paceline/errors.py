@@ -64,6 +64,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
+def text_of(error: BaseException) -> str:
+    """`str(error)`, or "" for an error of the user's that cannot be printed."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def reason(error: Exception) -> str:
     """An error in a few words on one line: the system's own words for an OSError."""
     text = error.strerror if isinstance(error, OSError) else str(error)

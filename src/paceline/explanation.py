@@ -16,12 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.errors import Diverged, PacelineError, Stopped, printable
+from paceline.errors import Diverged, PacelineError, Stopped, printable, text_of
 
 _HEADLINE = 200  # characters, about two lines of a terminal
 _MOST_CODE = 160  # characters of a line of code
 _MOST_TRACEBACK = 100_000  # characters
-_FOREIGN = "(no line of your own code is in this traceback: the cause is in Paceline, in a library or in this machine)"
+_FOREIGN = "(no line of your own code was found in this traceback; installed packages do not count as your own code)"
 _ATTRIBUTE = "_paceline_record"
 
 
@@ -76,7 +76,7 @@ def note_record(error: BaseException, record: str) -> None:
 
 def headline(error: BaseException) -> str:
     """The error in one line, with what to do about it if that is known."""
-    name, text = type(error).__name__, str(error)
+    name, text = type(error).__name__, text_of(error)
     if isinstance(error, SyntaxError):
         text = error.msg or text  # without the file's name, which is part of the frame
     elif _LOADER in text:
@@ -101,7 +101,7 @@ def find_user_frame(error: BaseException) -> str:
             return reported.where
         if isinstance(link, SyntaxError) and link.filename and _is_users(link.filename):
             return _show(_Frame(link.filename, link.lineno or 0, "", link.text or ""))
-        text = str(link)
+        text = text_of(link)
         where = _deepest(_read_frames(text)) if _LOADER in text or _COMPILER in text else ""
         where = where or deepest_user_frame(traceback.extract_tb(link.__traceback__))
         if where:
@@ -118,6 +118,11 @@ def cut_middle(text: str) -> str:
     """A traceback, without its middle if it is very long: the two ends are more useful."""
     half = _MOST_TRACEBACK // 2
     return text if len(text) <= 2 * half else f"{text[: half - 10]}\n[...]\n{text[10 - half :]}"
+
+
+def is_from_loader(error: BaseException) -> bool:
+    """Whether a loader process raised this error, and torch passed it on."""
+    return _LOADER in text_of(error)
 
 
 class _Frame(NamedTuple):
@@ -206,7 +211,7 @@ _NO_MEMORY = ("CUDA error: out of memory", "not enough memory: you tried to allo
 
 def _is_out_of_memory(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(names & {"MemoryError", "OutOfMemoryError"}) or any(words in str(error) for words in _NO_MEMORY)
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or any(words in text_of(error) for words in _NO_MEMORY)
 
 
 _DEVICE_ASSERT = "device-side assert triggered"
@@ -218,7 +223,7 @@ _OUT_OF_RANGE = (
 
 def is_device_assert(error: BaseException) -> bool:
     """Whether a check on the GPU failed. CUDA does not say in which line, and this process can no longer use it."""
-    return _DEVICE_ASSERT in str(error)
+    return _DEVICE_ASSERT in text_of(error)
 
 
 _PACKAGES = {

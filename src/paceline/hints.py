@@ -18,8 +18,10 @@ _PART = "global batch / virtual workers"
 TABLE = {
     # Learning rate and optimizer
     "lr learning-rate": "use {base_lr} (the learning rate at {reference_batch}; {lr_rule} scales it with {global_batch})",
-    "scheduler lr-scheduler lr-schedule sched": "use {schedule} (constant, linear, cosine, one-cycle or step)",
-    "warmup warm-up": (
+    "scheduler lr-scheduler lr-schedule lr-scheduler-type sched": (
+        "use {schedule} (constant, linear, cosine, one-cycle or step)"
+    ),
+    "warmup warm-up warmup-ratio": (
         "use {warmup_epochs} or {warmup_steps} with {schedule=cosine}, linear or constant (one-cycle, the default, warms up by"
         " itself)"
     ),
@@ -31,8 +33,12 @@ TABLE = {
     "grad-clip clip-grad clip-grad-norm clip gradient-clip-val gradient-clip gradient-clipping max-grad-norm": (
         "use {clip_norm} (clips the gradient of the whole step to this norm)"
     ),
-    "ema-decay ema-momentum": "use {ema} (the decay per step of the averaged weights)",
+    "ema-decay ema-momentum model-ema model-ema-decay": "use {ema} (the decay per step of the averaged weights)",
     "label-smooth smoothing": "use {label_smoothing}",
+    "step-size lr-step-size": "use {step_at} (epochs such as 30,60, or fractions of the run) with {schedule=step}",
+    "min-lr eta-min": "not available: cosine and linear schedules end at 0",
+    "reprob random-erase": "use {erase} (the probability of erasing a random rectangle of an image)",
+    "mixup cutmix": "not built in: a task's prepare can mix the samples of a batch",
     # Batch
     "batch-size batch bs b train-batch-size train-batch": (
         "use {global_batch} (samples per step over all workers) or {reference_batch} (the batch that {base_lr} is tuned for)"
@@ -67,8 +73,21 @@ TABLE = {
     "sync-bn sync-batchnorm sync-batch-norm": (
         "use {model=cnn:norm=sync} for a built-in model; in your own model, use torch.nn.SyncBatchNorm"
     ),
+    "exact bitwise": "use {reduce=exact} (the same bits on any number of workers)",
+    "multi-gpu": _GPUS,
+    "fsdp deepspeed zero shard": "not available: every worker holds the whole model",
+    "find-unused-parameters ddp-find-unused-parameters": "not needed: parameters that a pass does not use are handled",
     # Model, data and task
-    "dropout drop-rate": "it belongs to the model: use {model=cnn:dropout=0.1}, or {set=dropout=0.1} if your task() takes it",
+    "shuffle": "not needed: every epoch has a new order, which depends on {seed} and the epoch",
+    "pin-memory": "not needed: the loader does it for a GPU",
+    "val-split validation-split": "not an option: a task has its own validation data, Task(validation=...)",
+    "limit-train-batches": "use {train_samples} (train on the first N samples) or {max_steps}",
+    "eval-steps eval-every val-check-interval eval-strategy": "not available: a run validates after every epoch",
+    "log-every-n-steps logging-steps log-interval print-freq": "use {log_every} (write a row to metrics.jsonl every N steps)",
+    "report-to logger": "use {tracker}",
+    "dropout drop drop-rate": (
+        "it belongs to the model: use {model=cnn:dropout=0.1}, or {set=dropout=0.1} if your task() takes it"
+    ),
     "arch architecture net network model-name": "use {model} (a built-in model; a task of your own has its own)",
     "dataset data data-path data-root data-folder": (
         "the task, which is the first argument, chooses the data; {data_dir} is the folder to search first for a built-in task"

@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: dict[str, Any]) -> int:
     """List the records."""
     folder, most = Path(options["runs_dir"]), options["most"]
+    if not folder.exists() and folder == Path("runs"):
+        print("no runs yet: paceline train fashion-mnist-mini makes one, in the folder runs")
+        return 0
     if not folder.is_dir():
         raise UsageError(f"--runs-dir {folder}: no such folder; give the folder that holds the records")
     if most is not None and most < 1:

@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import tomllib
+import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -115,12 +116,17 @@ def _convert(key: str, value: Any, parameter: inspect.Parameter | None) -> Any:
 
 def _kind(annotation: Any) -> Any:
     """int, float, bool or str if the annotation is one of these, alone or with None; None for any other."""
-    members = [member for member in typing.get_args(annotation) if member is not type(None)] or [annotation]
+    members = [member for member in _members(annotation) if member is not type(None)]
     return members[0] if len(members) == 1 and members[0] in list(_KINDS) else None
 
 
 def _is_union(parameter: inspect.Parameter | None) -> bool:
-    return parameter is not None and bool(typing.get_args(parameter.annotation))
+    return parameter is not None and len(_members(parameter.annotation)) > 1
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """`int | None` as (int, NoneType); any other annotation, `list[int]` too, by itself."""
+    return typing.get_args(annotation) if typing.get_origin(annotation) in (typing.Union, types.UnionType) else (annotation,)
 
 
 def _read(text: str, kind: Any) -> Any:
@@ -130,8 +136,8 @@ def _read(text: str, kind: Any) -> Any:
             case None:
                 return _read_toml(text, str(text))
             case _ if kind is str:
-                found = _read_toml(text, "") if text[:1] in ("'", '"') else str(text)
-                return found if isinstance(found, str) and found else str(text)
+                found = _read_toml(text, None) if text[:1] in ("'", '"') else None
+                return found if isinstance(found, str) else str(text)
             case _ if kind is bool:
                 return {"true": True, "false": False, "1": True, "0": False}.get(text.strip().lower())
             case _:
@@ -141,7 +147,7 @@ def _read(text: str, kind: Any) -> Any:
         return None
 
 
-def _read_toml(text: str, otherwise: str) -> Any:
+def _read_toml(text: str, otherwise: str | None) -> Any:
     if "\n" in text or ("#" in text and text[:1] not in ("'", '"', "[", "{")):  # more than a value, or a comment
         return otherwise
     try:

@@ -21,7 +21,10 @@ LEGEND = (
     "equal: the interval lies within the margin; better: above 0; no worse: above minus the margin; worse: below minus the"
     " margin, or a run diverged; undecided: more seeds are needed"
 )
-"""What the verdicts mean, to print below a table."""
+"""What the verdicts mean, to print below a table of values of which more is better."""
+LOSS_LEGEND = LEGEND.replace("above 0", "below 0").replace("above minus the margin", "below the margin")
+LOSS_LEGEND = LOSS_LEGEND.replace("below minus the margin, or", "above the margin, or")
+"""The same for values of which less is better."""
 
 
 @dataclass(frozen=True, kw_only=True)

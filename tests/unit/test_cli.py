@@ -331,7 +331,7 @@ def test_an_error_of_ours_has_a_traceback(capsys, monkeypatch):
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["paceline: LookupError: a bug", "Traceback (most recent call last):"]
     assert lines[-2] == "LookupError: a bug"
-    assert lines[-1].startswith("(no line of your own code is in this traceback")
+    assert lines[-1].startswith("(no line of your own code was found in this traceback")
 
 
 def test_interrupted_is_130(capsys, monkeypatch):
@@ -369,7 +369,7 @@ def test_every_rank_reports_its_own_samples(capsys, monkeypatch):
 def test_under_another_launcher_the_worker_that_failed_first_prints_its_error(capsys, monkeypatch, first):
     def fail(*_: Any, **__: Any) -> None:
         error = UsageError("mine")
-        claim_first(SimpleNamespace(add=lambda key, amount: 1 if first else 2), error)
+        claim_first(SimpleNamespace(add=lambda key, amount: 1 if first else 2, set=print), error)
         raise error
 
     slept: list[float] = []
@@ -463,3 +463,21 @@ def test_sys_exit_in_user_code_is_an_error(monkeypatch, capsys):
 def test_exit_is_named_where_the_user_called_it():
     with pytest.raises(PacelineError, match=r"sys.exit\(3\) was called in test_exit_is_named"), refuse_exit():
         exit(3)
+
+
+@pytest.mark.parametrize("verb", ["study", "plan", "runs", "doctor"])
+def test_help_all_of_a_verb_without_more_options_is_its_help(capsys, verb):
+    with pytest.raises(SystemExit) as caught:
+        cli.run([verb, "--help-all"])
+    assert not caught.value.code
+    assert f"usage: paceline {verb}" in capsys.readouterr().out
+
+
+def test_the_traceback_flag_may_come_first(capsys, runs):
+    assert cli.run(["--traceback", "train", "nowhere"]) == 2
+    assert "unknown task 'nowhere'" in capsys.readouterr().err
+
+
+def test_no_runs_yet_is_not_an_error(capsys, runs):
+    assert cli.run(["runs"]) == 0
+    assert capsys.readouterr().out.startswith("no runs yet: paceline train")

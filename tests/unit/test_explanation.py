@@ -242,7 +242,7 @@ def test_an_error_without_a_line_of_the_users_shows_everything_and_says_so():
     lines = text.splitlines()
     assert lines[:2] == ["LookupError: a bug", "Traceback (most recent call last):"]
     assert lines[-2] == "LookupError: a bug"
-    assert lines[-1].startswith("(no line of your own code is in this traceback")
+    assert lines[-1].startswith("(no line of your own code was found in this traceback")
 
 
 def test_what_is_printed_is_short_and_names_the_record():

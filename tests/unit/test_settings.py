@@ -127,6 +127,16 @@ def test_values_that_have_a_type_keep_it():
         fit_settings(sample, "task()", {"width": True})
 
 
+def test_lists_and_empty_text_arrive_as_given():
+    def task(widths: list[int], tag: str = "x", more: str | None = None) -> None:
+        pass
+
+    found = fit_settings(task, "task()", {**parse_setting("widths=[3, 4]"), **parse_setting("tag="), **parse_setting("more=a")})
+    assert found == {"widths": [3, 4], "tag": "", "more": "a"}
+    again = [parse_setting(write_setting(key, value)) for key, value in found.items()]
+    assert fit_settings(task, "task()", {key: value for each in again for key, value in each.items()}) == found
+
+
 def test_a_parameter_without_a_value_is_asked_for():
     with pytest.raises(UsageError, match=r"^task\(\) needs a value for width: add --set width=VALUE$"):
         fit_settings(sample, "task()", {})

@@ -36,6 +36,11 @@ class Schedule:
         return bool(self.step_at) and self.step_at[0] >= 1
 
     @property
+    def _drop_unit(self) -> int:
+        """What `step_at` counts in, in steps."""
+        return self.steps_per_epoch if self.drops_by_epoch else self.total_steps
+
+    @property
     def depends_on_length(self) -> bool:
         """Whether a longer run would have different learning rates in the same steps."""
         return self.shape != "constant" and not (self.shape == "step" and self.drops_by_epoch)
@@ -50,8 +55,7 @@ class Schedule:
         if self.shape == "constant":
             return self.peak_lr
         if self.shape == "step":
-            unit = self.steps_per_epoch if self.drops_by_epoch else self.total_steps
-            return self.peak_lr * self.step_factor ** sum(step >= at * unit for at in self.step_at)
+            return self.peak_lr * self.step_factor ** sum(step >= at * self._drop_unit for at in self.step_at)
         done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
         if self.shape == "linear":
             return self.peak_lr * (1 - done)
@@ -73,8 +77,8 @@ class Schedule:
         bends = (self.warmup_steps, self.peak_at * self.total_steps if self.shape == "one-cycle" else 0)
         steps = {max((math.ceil(bend) - 1, math.ceil(bend)), key=self.lr) for bend in bends if bend > 0}
         if self.shape == "step":
-            unit = self.steps_per_epoch if max(self.step_at, default=0) >= 1 else self.total_steps  # epochs, or fractions
-            steps |= {step for at in self.step_at for step in (math.ceil(at * unit) - 1, math.ceil(at * unit))}
+            drops = [math.ceil(at * self._drop_unit) for at in self.step_at]
+            steps |= {step for drop in drops for step in (drop - 1, drop)}
         return frozenset(step for step in steps if 0 < step < self.total_steps)
 
 

@@ -154,6 +154,8 @@ def make_loader(
     cores: Iterable[int] | None = None,
 ) -> Loader:
     """The loader for this data: by default resident for arrays that fit, otherwise streaming. Its processes may use `cores`."""
+    if kind == "resident" and not isinstance(data, Arrays):
+        raise UsageError(f"--loader resident needs data as Arrays: this task's is a {type(data).__name__}, which is streamed")
     if isinstance(data, Arrays) and kind != "streaming" and (kind == "resident" or _fits(data, device)):
         return Resident(data, prepare, device)
     return Streaming(data, prepare, device, workers, seed, cores)

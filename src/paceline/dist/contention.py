@@ -7,7 +7,7 @@ and both runs become several times slower. It is enough if the threads of one ru
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +28,8 @@ def stop_spinning_if_shared(verbs: Collection[str]) -> str:
     else:
         return ""
     os.environ["OMP_WAIT_POLICY"] = "passive"
-    return f"{who} these {len(os.sched_getaffinity(0))} cores, so idle threads sleep (OMP_WAIT_POLICY=passive)"
+    cores = len(os.sched_getaffinity(0))
+    return f"{who} {'this core' if cores == 1 else f'these {cores} cores'}, so idle threads sleep (OMP_WAIT_POLICY=passive)"
 
 
 def has_wait_policy() -> bool:
@@ -38,16 +39,35 @@ def has_wait_policy() -> bool:
 
 def _trains_here(verbs: Collection[str]) -> bool:
     """Whether another command of Paceline that trains may use some of our cores."""
-    ours = (os.getpid(), os.getppid())
+    ours = _ancestors()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, AttributeError):  # it has just ended; or not Linux
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            trains = any(os.path.basename(program) == "paceline" and verb in verbs for program, verb in pairwise(words))
-            if not trains or int(folder.name) in ours or "--slot" in words:  # a study divides the cores among its slots
+            slot = "--slot" in words  # the slots of a study share the cores
+            if int(folder.name) in ours or slot or not _is_command(words, verbs):
                 continue
             if os.sched_getaffinity(int(folder.name)) & os.sched_getaffinity(0):
                 return True
     return False
+
+
+def _is_command(words: Sequence[str], verbs: Collection[str]) -> bool:
+    """`paceline train`, `python /bin/paceline train` or `python -m paceline train`; not these words in another command."""
+    for number, (program, verb) in enumerate(pairwise(words)):
+        if verb in verbs and os.path.basename(program) == "paceline" and (number < 2 or words[number - 1] == "-m"):
+            return True
+    return False
+
+
+def _ancestors() -> set[int]:
+    """This process and those that led to it: a wrapper such as `time` has the same words in its command."""
+    found, pid = {os.getpid()}, os.getppid()
+    while pid > 0 and pid not in found:
+        found.add(pid)
+        with suppress(OSError, ValueError, IndexError):
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            pid = int(stat[stat.rindex(")") + 2 :].split()[1])
+    return found
 
 
 def _busy_cores(window_s: float = 0.15) -> float:

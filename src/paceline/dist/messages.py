@@ -9,11 +9,13 @@
 The earliest failure that is not just a lost connection caused the others (law 7). Does not import torch.
 """
 
+import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +23,8 @@ from typing import Any
 
 from paceline.dist.place import MESSAGES_VARIABLE, read_place
 from paceline.dist.process import signal_name
-from paceline.errors import PacelineError, Stopped
-from paceline.explanation import Explanation, explain
+from paceline.errors import PacelineError, Stopped, text_of
+from paceline.explanation import Explanation, explain, is_from_loader
 from paceline.files import read_json, write_file, write_json
 
 
@@ -81,10 +83,11 @@ def claim_first(store: Any, error: BaseException) -> None:
     def claim() -> None:
         with suppress(RuntimeError):  # the store is gone
             place.append(store.add("paceline/failed", 1))
+            if place == [1]:
+                about = explain(error)
+                store.set(_FAILURE, json.dumps([about.why, about.where, about.traceback]))
 
-    thread = threading.Thread(target=claim, name="paceline-claim", daemon=True)
-    thread.start()
-    thread.join(_CLAIM_S)  # `add` has no timeout, and the network may be down
+    _call_store(claim)
     with suppress(AttributeError):  # the user's error class has __slots__
         setattr(error, _FIRST, not place or place[0] == 1)
 
@@ -94,7 +97,27 @@ def failed_first(error: BaseException) -> bool | None:
     return getattr(error, _FIRST, None)
 
 
-_FIRST = "_paceline_first"
+def read_first(store: Any) -> Explanation | None:
+    """The error of the worker that failed first, if it has claimed that."""
+    found: list[Explanation] = []
+
+    def read() -> None:
+        with suppress(RuntimeError, ValueError, TypeError):
+            if store.check([_FAILURE]):
+                found.append(Explanation(*json.loads(store.get(_FAILURE))))
+
+    _call_store(read)
+    return found[0] if found else None
+
+
+def _call_store(call: Callable[[], None]) -> None:
+    """Let another thread use the store: its calls have no timeout, and the network may be down."""
+    thread = threading.Thread(target=call, name="paceline-claim", daemon=True)
+    thread.start()
+    thread.join(_CLAIM_S)
+
+
+_FIRST, _FAILURE = "_paceline_first", "paceline/failure"
 _CLAIM_S = 2.0
 
 
@@ -218,11 +241,22 @@ def _describe_exit(rank: int, code: int) -> str:
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Whether this error only says that another worker is gone or does not answer."""
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and (
-        any(word in text for word in _LOST) or type(error).__name__ == "DistNetworkError" or _says_timeout(error)
-    )
+    """Whether this error only says that another worker is gone or does not answer.
+
+    Torch raises such errors. An error of the user's own code or of another library is this worker's own, whatever it says.
+    """
+    text = text_of(error).lower()
+    lost = any(word in text for word in _LOST) or type(error).__name__ == "DistNetworkError" or _says_timeout(error)
+    return isinstance(error, RuntimeError) and lost and not is_from_loader(error) and _is_from_torch(error)
+
+
+def _is_from_torch(error: BaseException) -> bool:
+    """Whether torch raised this error, called by anyone; or C++, called by us."""
+    file = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return not file or f"{os.sep}torch{os.sep}" in file or os.path.abspath(file).startswith(own + os.sep)
 
 
 _LOST = (
@@ -241,7 +275,7 @@ def _says_timeout(error: BaseException) -> bool:
 
     torch's DataLoader also says "timed out", but in a plain RuntimeError: that is this worker's own error.
     """
-    text = str(error).lower()
+    text = text_of(error).lower()
     ours = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
     return (
         "timed out waiting" in text  # gloo, as a RuntimeError

@@ -41,6 +41,8 @@ class World:
     launcher: str
     restart_store: Store | None = None
     """A prefix of the launcher's store, for notes to the workers of the next attempt: torchrun's store outlives its workers."""
+    failures: Any = None
+    """A store where the worker that fails first leaves its error, if another launcher started the workers."""
     node_cores: frozenset[int] | None = None
     """The cores that all workers of this node may use, if each was bound to its share; None: those of this process."""
 
@@ -122,6 +124,7 @@ def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
         dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size, store=store)
     if place.size == 1:
         sys.excepthook = hook  # torch's would put [rank0]: before each line of a traceback, once for each world so far
+    shared = place.size > 1 and store is not None and place.launcher != "paceline"
     try:
         with _own_stream(device), _bound_to_cores(place, device) as usable:
             yield World(
@@ -135,10 +138,11 @@ def world(backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
                 backend=backend,
                 launcher=place.launcher,
                 restart_store=restart_store,
+                failures=store if shared else None,
                 node_cores=usable,
             )
     except BaseException as error:
-        if place.size > 1 and store is not None and place.launcher != "paceline":
+        if shared:
             claim_first(store, error)
         # After a failure the other workers may be stuck in a collective, and destroying the process group would wait for them.
         # They notice the closed connection when this process ends.

@@ -229,5 +229,5 @@ def _cpu_times() -> dict[tuple[int, str], float]:
 
 def _busiest(before: Mapping[tuple[int, str], float], after: Mapping[tuple[int, str], float]) -> tuple[str, ...]:
     used = {each: after[each] - before[each] for each in after if each in before and after[each] - before[each] >= _BUSY_S / 10}
-    most = sorted(used, key=lambda each: -used[each])[:3]
+    most = sorted((each for each in used if each[0] > 1), key=lambda each: -used[each])[:3]
     return tuple(f"{name} {pid}" for pid, name in most)

@@ -74,8 +74,8 @@ def _say_device(measured: Measured, cluster: Cluster, speed: float) -> list[str]
     if measured.device == "CPU" and speed == 1:
         timed, has = ("CPUs in fp32", f"{there}, which use bf16") if bf16 else ("CPUs", there)
         return [
-            f"compute was timed on {timed}, but {cluster.name} has {has}: time and cost are far too high and efficiency is too"
-            f" good; measure on one such GPU ({again}), or give --speed"
+            f"compute was timed on {timed}, but {cluster.name} has {has}: time and cost are far too high, and efficiency says"
+            f" little; measure on one such GPU ({again}), or give --speed"
         ]
     if measured.device not in ("", "CPU") and bf16 and cluster.gpu not in measured.device:
         return [

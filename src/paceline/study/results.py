@@ -11,7 +11,7 @@ from paceline.errors import RecordError, UsageError, reason
 from paceline.files import read_json
 from paceline.output import make_table
 from paceline.records import read_metrics, read_result
-from paceline.spread import LEGEND, Comparison, compare, deviation, mean, median
+from paceline.spread import LEGEND, LOSS_LEGEND, Comparison, compare, deviation, mean, median
 from paceline.status import Status
 
 _FACTS = (
@@ -183,7 +183,8 @@ def legend(metric: str, margin: float, shared: int) -> str:
     words = points(margin) if metric == "accuracy" else f"{margin:g}"
     about = f"{metric.capitalize()} of the last validation, without failed runs. Difference [90% interval], margin {words}."
     longer = f" {shared} runs shared each device, so their times are longer than those of a single run." if shared > 1 else ""
-    return f"{about} {LEGEND[0].upper()}{LEGEND[1:]}.{longer}"
+    verdicts = LOSS_LEGEND if metric == "loss" else LEGEND
+    return f"{about} {verdicts[0].upper()}{verdicts[1:]}.{longer}"
 
 
 def points(share: float) -> str:

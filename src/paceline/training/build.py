@@ -40,6 +40,7 @@ from paceline.training.task_fields import Data, check_made_model
 from paceline.training.terms import describe_batch, make_contract, make_steps
 from paceline.training.trial import Trial
 from paceline.training.update import Update
+from paceline.values import flag
 
 _INIT = 0x1217  # keeps the numbers that make models apart from those of step 0
 _SAME_MODEL = "the task must make the same model in every worker; torch, numpy and random are seeded before it is called"
@@ -155,14 +156,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
     )
     if config.local_steps and parts.statistics.over_workers:
         raise UsageError("--local-steps: a norm layer takes its statistics over all workers; use norm=part or batch")
-    part_batch = sampler.global_batch // sampler.parts
-    if count_micros(config.accumulate, part_batch) < config.accumulate:
-        notes += (
-            f"--accumulate is {config.accumulate}, but a part has {plural(part_batch, 'sample')} and a micro-batch needs two:"
-            f" --accumulate {count_micros(config.accumulate, part_batch)} is used",
-        )
-    if config.optimizer == "muon":
-        notes += (describe_split(model, config.rest),)
+    notes += _describe_limits(model, config, sampler)
     about = {
         "task": task.name,
         "unit": task.unit,
@@ -189,6 +183,22 @@ def _build(task: Task, config: Config, world: World) -> Run:
         contract=make_contract(config, world, sampler, schedule, about),
         notes=notes,
     )
+
+
+def _describe_limits(model: nn.Module, config: Config, sampler: Sampler) -> tuple[str, ...]:
+    """Notes about options that do not apply to all samples or parameters."""
+    part_batch, notes = sampler.global_batch // sampler.parts, []
+    if count_micros(config.accumulate, part_batch) < config.accumulate:
+        notes.append(
+            f"--accumulate is {config.accumulate}, but a part has {plural(part_batch, 'sample')} and a micro-batch needs two:"
+            f" --accumulate {count_micros(config.accumulate, part_batch)} is used"
+        )
+    for name, used in (("step_at", "step"), ("step_factor", "step"), ("peak_at", "one-cycle")):
+        if getattr(config, name) != getattr(Config, name) and config.schedule != used:
+            notes.append(f"{flag(name)} does nothing with --schedule {config.schedule}: it belongs to --schedule {used}")
+    if config.optimizer == "muon":
+        notes.append(describe_split(model, config.rest))
+    return tuple(notes)
 
 
 def _describe_augmentation(task: Task, config: Config, train: Arrays | Dataset[Any]) -> str:

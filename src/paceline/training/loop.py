@@ -18,6 +18,7 @@ from paceline.core.determinism import deterministic
 from paceline.core.noise import adascale_gain, noise_scale
 from paceline.core.parts import Step
 from paceline.dist.agree import check_agreement
+from paceline.dist.messages import is_lost_contact, read_first
 from paceline.dist.watch import Watch
 from paceline.errors import Diverged, PacelineError, RecordError, Stopped, refuse_exit
 from paceline.explanation import explain, note_record
@@ -61,7 +62,7 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | Stopped)
             status = Status.DIVERGED if isinstance(error, Diverged) else Status.INTERRUPTED if stopped else Status.FAILED
-            about = explain(error)
+            about = (is_lost_contact(error) and run.world.failures and read_first(run.world.failures)) or explain(error)
             result = replace(progress.result, status=status, why=about.why, where=about.where, traceback=about.traceback)
             for observer in observers:
                 with suppress(PacelineError):  # a full disk must not hide what happened
@@ -355,6 +356,8 @@ class _Fit:
             return
         run, first = self.run, self.progress.first_loss
         grown = f" (in the first step: {first:.4g})" if math.isfinite(loss) else ""
+        if step == 0 and math.isnan(loss):  # no update has happened yet
+            raise Diverged("diverged: the loss is nan in the first step, before any update: look for nan or inf in the data")
         slower = "--schedule cosine --warmup-epochs 1" if run.config.schedule == "one-cycle" else "a longer --warmup-epochs"
         raise Diverged(
             f"diverged: the {what} is {loss:.4g}{grown} at step {step + 1} (epoch {epoch + 1}),"

@@ -342,8 +342,9 @@ class Printer:
             return
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
         reached = f": {metrics}" if metrics else " without validation"
-        epochs = plural(result.epochs, "epoch")
-        self._line(f"{result.status}{reached} after {epochs}, {result.train_time_s:.1f} s of training")
+        whole = result.steps == result.epochs * self._per_epoch
+        length = plural(result.epochs, "epoch") if whole else plural(result.steps, "step")
+        self._line(f"{result.status}{reached} after {length}, {result.train_time_s:.1f} s of training")
         agree = f", all {self._workers} workers agree" if self._workers > 1 else ""
         self._line(f"model {result.model_sha256[:16]}{agree}; record in {result.record}")
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -86,6 +87,8 @@ def classify(label_smoothing: float = 0.0) -> Objective:
                 f"classify() needs a model that returns logits, one row per sample: it returned {_describe(outputs)}"
             )
         logits = outputs.float()
+        if labels.dtype in (torch.int32, torch.int16, torch.int8, torch.bool):  # common in numpy
+            labels = labels.long()
         smoothing = label_smoothing if model.training else 0.0
         try:
             loss = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.core.deal import Pass
 from paceline.core.keys import random_state
 from paceline.core.parts import Parts
+from paceline.core.sync_norm import SyncNorm
 from paceline.data.loaders import Batch, map_tensors
 from paceline.dist.agree import check_agreement
 from paceline.errors import UsageError
@@ -126,9 +127,11 @@ class TaskChecks:
 
     def _look(self) -> tuple[dict[str, tuple[int, int]], bytes]:
         """What a forward pass may change that parts share: buffers, and random numbers."""
-        by_part = self._parts.statistics.names(self._forward.model)
-        named = self._forward.model.named_buffers()
-        buffers = {name: (id(buffer), buffer._version) for name, buffer in named if name not in by_part}
+        model, by_part = self._forward.model, self._parts.statistics.names(self._forward.model)
+        # A norm over the whole step has the same statistics on all workers.
+        synced = {id(buffer) for module in model.modules() if isinstance(module, SyncNorm) for buffer in module.buffers()}
+        named = [(name, buffer) for name, buffer in model.named_buffers() if name not in by_part and id(buffer) not in synced]
+        buffers = {name: (id(buffer), buffer._version) for name, buffer in named}
         return buffers, random_state(self._parts.world.device)
 
     @torch.no_grad()

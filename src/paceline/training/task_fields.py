@@ -1,7 +1,8 @@
 """What the fields of a Task may hold, and what its factories may return. A mistake is a UsageError of one line."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, cast
 
 import numpy as np
@@ -15,8 +16,9 @@ from paceline.config import Config, check_options, names_with
 from paceline.data.conversion import name_type
 from paceline.data.loaders import Arrays, KeyedPrepare
 from paceline.errors import UsageError, unknown
+from paceline.hints import find_hint
 from paceline.options import Role
-from paceline.values import check_name, short
+from paceline.values import check_name, flag, short
 
 Data = Arrays | Dataset[Any]
 Source = Callable[[], Data] | Data
@@ -42,8 +44,13 @@ def check_known(given: Iterable[str], known: Iterable[str]) -> None:
             continue
         if name in _MEANT:
             raise UsageError(f"Task has no field {name!r}: did you mean {_MEANT[name]!r}?")
+        if name in names_with(Role.PLACE):
+            raise UsageError(f"Task has no field {name!r}: it says where a run happens; use {flag(name)}")
         if name in Config.__dataclass_fields__:
             raise UsageError(f"Task has no field {name!r}: it is an option; give it as defaults={{{name!r}: ...}}")
+        hint = find_hint(name, Config.__dataclass_fields__)
+        if hint.startswith(("use ", "not ")):
+            raise UsageError(f"Task has no field {name!r}: {hint}; options go into defaults={{...}}")
         raise unknown("field of Task", name, names)
 
 
@@ -137,6 +144,9 @@ def is_factory(given: Any) -> bool:
     return callable(given) and not looks_like_data and not isinstance(given, Dataset | nn.Module)
 
 
+_FEW = 4  # a list of so few arrays holds inputs and targets, not samples
+
+
 def check_data(name: str, field: str, data: Any) -> Data:
     """Data as the loaders take it: a tuple of arrays becomes Arrays. Raises a UsageError for anything else."""
     what = f"task {name}: {field}"
@@ -157,6 +167,8 @@ def check_data(name: str, field: str, data: Any) -> Data:
         raise UsageError(f"{what} is {name_type(data)}: give Arrays((x,)), or Arrays((x, y)) with targets")
     if isinstance(data, tuple) and any(isinstance(item, Tensor | np.ndarray) for item in data):
         return Arrays(data)
+    if isinstance(data, list) and 0 < len(data) <= _FEW and all(isinstance(item, Tensor | np.ndarray) for item in data):
+        raise UsageError(f"{what} is a list of {len(data)} arrays: give Arrays((x, y)), or a tuple of them")
     if isinstance(data, tuple | list) and any(isinstance(item, Dataset | Arrays) for item in data):
         raise UsageError(f"{what} is {name_type(data)} of {len(data)} data sets: give one of them")
     if isinstance(data, str | bytes | Mapping | nn.Module | type):
@@ -170,12 +182,14 @@ def check_data(name: str, field: str, data: Any) -> Data:
 
 def check_length(name: str, field: str, data: Data) -> None:
     """Raise a UsageError unless `__len__` returns a number of samples."""
-    found = cast(Any, type(data)).__len__(data)
-    if not isinstance(found, int) or found < 0:
+    try:
+        len(cast(Sized, data))
+    except (TypeError, ValueError, OverflowError) as error:
+        if traceback.extract_tb(error.__traceback__)[-1].filename != __file__:  # an error in the user's __len__ itself
+            raise
         raise UsageError(
-            f"task {name}: {field} is {name_type(data)} whose __len__ returned {short(repr(found))}: it must be the number of"
-            " samples, a whole number"
-        )
+            f"task {name}: {field} is {name_type(data)} whose __len__ failed ({error}): it must return the number of samples"
+        ) from None
 
 
 def check_made_model(name: str, model: Any) -> nn.Module:

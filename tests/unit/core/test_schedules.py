@@ -183,6 +183,8 @@ def test_adascale_leaves_the_schedule_at_base_lr():
         Schedule(peak_lr=1.0, total_steps=282, steps_per_epoch=47, shape="one-cycle", warmup_from=0.1),
         Schedule(peak_lr=1.0, total_steps=100, steps_per_epoch=10, shape="cosine", warmup_steps=33),
         Schedule(peak_lr=1.0, total_steps=100, steps_per_epoch=10, shape="step", step_at=(0.333, 0.75), warmup_steps=4),
+        Schedule(peak_lr=1.0, total_steps=99, steps_per_epoch=33, shape="step", step_at=(1.0, 2.0)),
+        Schedule(peak_lr=1.0, total_steps=100, steps_per_epoch=50, shape="one-cycle", warmup_from=0.5, peak_at=0.022),
     ],
 )
 def test_rows_at_the_corners_and_epoch_ends_give_the_curve(schedule: Schedule) -> None:

@@ -154,11 +154,15 @@ def test_a_users_own_prepare_runs_in_the_first_stage():
         (arrays(), "resident", Resident),
         (arrays(), "streaming", Streaming),
         (Noisy(), "auto", Streaming),
-        (Noisy(), "resident", Streaming),
     ],
 )
 def test_the_loader_that_suits_the_data(data, kind, expected):
     assert type(make_loader(data, kind, None, CPU, 0, 0)) is expected
+
+
+def test_a_data_set_cannot_be_resident():
+    with pytest.raises(UsageError, match="--loader resident needs data as Arrays: this task's is a Noisy, which is streamed"):
+        make_loader(Noisy(), "resident", None, CPU, 0, 0)
 
 
 def test_arrays():

@@ -52,6 +52,8 @@ def test_a_policy_that_the_user_has_set_is_kept(name: str, monkeypatch: pytest.M
         ("/venv/bin/python /venv/bin/paceline board", {0, 1}, False),
         ("python -m paceline train my_task.py", {2, 3}, False),
         ("vim paceline.py train", {0, 1}, False),
+        ("tmux new paceline train", {0, 1}, False),
+        ("paceline train my_task.py", {0, 1}, True),
     ],
 )
 def test_another_run_counts_from_its_start(
@@ -61,17 +63,27 @@ def test_another_run_counts_from_its_start(
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "cmdline").write_bytes("\0".join(words.split()).encode() + b"\0")
     monkeypatch.setattr(contention, "Path", lambda name: tmp_path)
+    monkeypatch.setattr(contention, "_ancestors", lambda: {os.getpid()})
     monkeypatch.setattr(contention.os, "sched_getaffinity", lambda pid: cores if pid == 99_999_999 else {0, 1})
     monkeypatch.setattr(contention, "_busy_cores", lambda: 0.0)
     note = contention.stop_spinning_if_shared(VERBS)
     assert note == ("another run uses these 2 cores, so idle threads sleep (OMP_WAIT_POLICY=passive)" if seen else "")
 
 
+def test_wrappers_of_a_run_are_not_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    parents = {os.getppid(): 1234, 1234: 1, 1: 0}
+    stat = "{0} (a) b) S {1} 7 7"
+    monkeypatch.setattr(
+        contention, "Path", lambda name: SimpleNamespace(read_text=lambda: stat.format(0, parents[int(name.split("/")[2])]))
+    )
+    assert contention._ancestors() == {os.getpid(), *parents}
+
+
 class Machine:
     """/proc/loadavg and /proc/stat of a machine with cores 0 and 1, of which others use `busy` cores; 100 ticks per second."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, busy: float, loadavg: str) -> None:
-        self.now_s = 0.0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, busy: float, loadavg: str, own: float = 0.0) -> None:
+        self.now_s, self.own = 0.0, own
         monkeypatch.setattr(contention.os, "sched_getaffinity", lambda pid: {0, 1})
         monkeypatch.setattr(contention.os, "sysconf", lambda name: 100)
         monkeypatch.setattr(contention, "time", self)
@@ -79,7 +91,7 @@ class Machine:
             "/proc/loadavg": lambda: loadavg,
             # The other cores of the machine are busy, too, and must not count.
             "/proc/stat": lambda: "\n".join(
-                f"cpu{core} {int(100 * self.now_s * use)} 0 0 500 9 0 0 0 0 0" for core, use in enumerate([busy, 0, 1, 1])
+                f"cpu{core} {int(100 * self.now_s * use)} 0 0 500 9 0 0 0 0 0" for core, use in enumerate([busy, own, 1, 1])
             ),
         }
         monkeypatch.setattr(contention, "Path", lambda name: SimpleNamespace(read_text=files[str(name)]))
@@ -91,7 +103,7 @@ class Machine:
         return self.now_s
 
     def process_time(self) -> float:
-        return 0.0
+        return self.now_s * self.own
 
 
 @pytest.mark.parametrize(
@@ -106,6 +118,11 @@ class Machine:
 def test_cores_that_others_keep_busy(busy: float, loadavg: str, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch, busy, loadavg)
     assert contention._busy_cores() == pytest.approx(expected, abs=0.1)
+
+
+def test_our_own_work_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, busy=0.0, loadavg="1.00 0.5 0.1 1/300 77", own=1.0)
+    assert contention._busy_cores() == 0.0
 
 
 @pytest.mark.skipif(

@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+import torch.distributed as dist
 from torch._utils import ExceptionWrapper
 
 from paceline.dist.launch import start_as_worker
@@ -16,6 +17,7 @@ from paceline.dist.messages import (
     first_failure,
     is_lost_contact,
     read_failures,
+    read_first,
     read_record_path,
     read_started,
     read_stop,
@@ -26,6 +28,7 @@ from paceline.dist.messages import (
     send_started,
 )
 from paceline.errors import Diverged, Stopped, UsageError
+from paceline.explanation import explain
 
 
 class DistBackendError(RuntimeError):
@@ -192,6 +195,9 @@ class Counter:
         self.count += amount
         return self.count
 
+    def set(self, key: str, value: str) -> None:
+        pass
+
 
 class Gone:
     """... when the worker that hosted it has ended."""
@@ -290,6 +296,34 @@ def test_lost_contact_is_known_by_its_words(error):
 )
 def test_other_errors_are_a_workers_own(error):
     assert not is_lost_contact(error)
+
+
+def test_an_error_of_the_users_is_their_own_whatever_it_says():
+    def download() -> None:
+        raise RuntimeError("download failed: connection refused by bucket")
+
+    with pytest.raises(RuntimeError) as caught:
+        download()
+    assert not is_lost_contact(caught.value)
+    assert not is_lost_contact(RuntimeError("Original Traceback (most recent call last):\nRuntimeError: connection refused"))
+
+
+def test_the_error_of_the_worker_that_failed_first_reaches_the_others():
+    store = dist.HashStore()
+    assert read_first(store) is None
+    claim_first(store, ValueError("mine"))
+    claim_first(store, ValueError("a later one"))
+    assert read_first(store).why == "ValueError: mine"
+
+
+class Unprintable(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_error_that_cannot_be_printed_has_its_name():
+    assert not is_lost_contact(Unprintable())
+    assert explain(Unprintable()).why == "Unprintable"
 
 
 def test_a_killed_worker_is_blamed_before_a_bare_exit_code():

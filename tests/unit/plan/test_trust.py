@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.plan.plan import Plan, Request, as_json, introduce, make_plan
-from paceline.plan.trust import relative_iqr
+from paceline.plan.trust import _rise, relative_iqr
 from paceline.records import COMPONENTS
 
 Make = Callable[..., Path]
@@ -142,6 +142,11 @@ def test_a_small_rise_is_not_a_contradiction(make_scale: Make) -> None:
     assert predict(edit(make_scale(bytes_per_s=1e12), 2, slow_down(0.97))).warnings == ()
 
 
+def test_the_tolerance_of_a_rise_follows_from_the_windows() -> None:
+    assert _rise([(1, 1.0, 0.0), (2, 0.5, 0.0), (4, 0.6, 0.0)]) == (2, 0.5, 4, 0.6)
+    assert _rise([(1, 1.0, 0.0), (2, 0.5, 0.1), (4, 0.6, 0.1)]) == (0, 0.0, 0, 0.0), "within two standard errors"
+
+
 def test_steps_that_were_timed_under_another_load(make_scale: Make) -> None:
     def change(count: dict[str, Any]) -> None:
         count["components_s"] = {name: 1.9 * seconds for name, seconds in count["components_s"].items()}
@@ -162,8 +167,8 @@ def test_cpu_timings_for_gpus(make_scale: Make, own_cluster: str) -> None:
     record = make_scale(contract=CPU)
     (said,) = predict(record, "aws-p5").warnings
     assert said == (
-        "compute was timed on CPUs in fp32, but aws-p5 has H100 GPUs, which use bf16: time and cost are far too high and"
-        " efficiency is too good; measure on one such GPU (paceline scale fashion-mnist-mini --workers 1), or give --speed"
+        "compute was timed on CPUs in fp32, but aws-p5 has H100 GPUs, which use bf16: time and cost are far too high, and"
+        " efficiency says little; measure on one such GPU (paceline scale fashion-mnist-mini --workers 1), or give --speed"
     )
     assert "but ethernet-10g has GPUs: time" in predict(record, "ethernet-10g").warnings[0]
     assert predict(record, "aws-p5", speed=300.0).warnings == ()

@@ -22,7 +22,7 @@ from paceline.files import write_json
 from paceline.records import read_metrics
 from paceline.study import runs as runs_module
 from paceline.study import slots
-from paceline.study.results import MINI, markdown, table
+from paceline.study.results import MINI, legend, markdown, table
 from paceline.study.runs import Call, claim, read_state
 from paceline.study.study import Arm, Study, list_runs, parse_seeds, parse_settings, read_study, shrink
 from paceline.training import run as training
@@ -634,3 +634,8 @@ def test_mini_results_say_that_they_mean_nothing():
 def test_files_that_do_not_hold_results(mistake, text, words):
     Path("x.json").write_text(text)
     assert words in mistake("study", "x.json", "--table")
+
+
+def test_the_legend_of_a_loss_says_that_less_is_better():
+    assert "Better: above 0" in legend("accuracy", 0.01, 1).replace("better", "Better")
+    assert "better: below 0; no worse: below the margin; worse: above the margin, or" in legend("loss", 0.01, 1)

@@ -147,3 +147,11 @@ def test_the_contract_says_how_samples_are_augmented() -> None:
 
 
 MINI = "fashion-mnist-mini"
+
+
+def test_an_option_of_another_schedule_is_noted() -> None:
+    config = make_config(blobs().defaults, {"schedule": "cosine", "step_at": "2,4"})
+    with world() as here:
+        assert build(blobs(), config, here).notes == (
+            "--step-at does nothing with --schedule cosine: it belongs to --schedule step",
+        )

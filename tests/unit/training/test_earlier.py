@@ -88,12 +88,28 @@ def test_a_schedule_that_depends_on_the_length_is_that_of_the_new_length(runs: P
     longer = train("task.py", resume="x", epochs=3)
     said = capsys.readouterr().out
     assert "from 8 steps to 12 (3 epochs); from here on the linear schedule is that of the new length" in said
+    assert "in the next step (was 0)" in said
     assert longer.model_sha256 != whole.model_sha256
     lrs = [[row["lr"] for row in read_metrics(runs / name) if row["kind"] == "step"] for name in ("x", "whole")]
     assert lrs[0][8:] == lrs[1][8:]
     report_verb(["runs/x"], out="page.html")
     page = Path("page.html").read_text()
     assert "from 8 steps to 12 (3 epochs); from here on the linear schedule" in page
+
+
+def test_local_steps_follow_the_new_length_and_the_contract_says_so(runs: Path, capsys: Any) -> None:
+    train("task.py", name="x", epochs=2, virtual_workers=2, local_steps=2)
+    capsys.readouterr()
+    train("task.py", resume="x", epochs=4)
+    assert "local steps begin after step 8 (was 4), and the averaging at step 8 stays" in capsys.readouterr().out
+
+
+def test_a_record_without_options_knows_its_length_from_its_contract(runs: Path, capsys: Any) -> None:
+    train("task.py", name="x", epochs=2)
+    (runs / "x" / "config.toml").unlink()
+    capsys.readouterr()
+    train("task.py", resume="x")
+    assert "give --epochs above 2" in capsys.readouterr().out
 
 
 def test_the_record_is_appended_to(runs: Path) -> None:

@@ -61,6 +61,9 @@ class Endless(Dataset[Any]):
         return X[0]
 
 
+LAZY = nn.LazyBatchNorm1d(affine=False)  # only its buffers are lazy
+
+
 class Counted(Items):
     def __init__(self, count: Any) -> None:
         self.count = count
@@ -156,12 +159,20 @@ def test_a_task_checks_itself(fields: dict[str, Any], words: str) -> None:
         ({"train": Endless}, "is an Endless without __len__"),
         ({"train": lambda: iter([])}, "is a list_iterator without __len__"),
         ({"train": Counted(0)}, "its training data is empty, a Counted of 0 samples: check for a wrong folder"),
-        ({"train": Counted(2.5)}, "is a Counted whose __len__ returned 2.5: it must be the number of samples"),
-        ({"train": Counted(-1)}, "whose __len__ returned -1"),
+        (
+            {"train": Counted(2.5)},
+            r"is a Counted whose __len__ failed \('float' object cannot be interpreted .*\): it must return the number",
+        ),
+        ({"train": Counted(-1)}, r"whose __len__ failed \(__len__\(\) should return >= 0\)"),
+        ({"train": [torch.zeros(9, 2), torch.zeros(9)]}, r"is a list of 2 arrays: give Arrays\(\(x, y\)\), or a tuple of them"),
         ({"model": lambda: None}, "its model function returned None: it must return an nn.Module, .*`return` missing"),
         ({"model": lambda: (Net(), 3)}, "returned a tuple: it must return an nn.Module, the model itself"),
         ({"model": lambda: Net}, "returned the class Net: it must return an nn.Module"),
         ({"model": lambda: nn.DataParallel(Net())}, "returned a DataParallel: return the model that it wraps"),
+        (
+            {"model": lambda: nn.Sequential(nn.Linear(4, 3), LAZY)},
+            "whose 1.running_mean has no shape yet",
+        ),
         ({"model": lambda: nn.LazyLinear(3)}, r"LazyLinear whose weight has no shape yet, .* model\(torch.zeros\(2, ...\)\)"),
         ({"model": lambda: Net().requires_grad_(False)}, r"a Net, and all 2 of its parameters are frozen .*at least one"),
         ({"model": nn.ReLU}, "a ReLU, and it has no parameters: at least one parameter must be trainable"),
@@ -271,3 +282,24 @@ def test_classify_compiles_without_a_break() -> None:
     """A GPU's step is compiled as one graph: the checks must not cut it."""
     explained = torch._dynamo.explain(classify(0.1))(Net(), (X, Y))
     assert (explained.graph_break_count, explained.graph_count) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("workers", "Task has no field 'workers': it says where a run happens; use --workers"),
+        ("lr", r"Task has no field 'lr': use base_lr .*; options go into defaults=\{...\}"),
+    ],
+)
+def test_an_option_of_another_tool_as_a_field_is_answered(field: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Task(name="x", train=[1], objective=lambda model, batch: {}, **{field: 2})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.bool])
+def test_classify_takes_labels_of_any_whole_type(dtype: torch.dtype) -> None:
+    labels = torch.tensor([0, 1, 1])
+    found = classify()(nn.Identity(), (torch.tensor([[2.0, 0.0], [0.0, 2.0], [3.0, 0.0]]), labels.to(dtype)))
+    expected = classify()(nn.Identity(), (torch.tensor([[2.0, 0.0], [0.0, 2.0], [3.0, 0.0]]), labels))
+    assert torch.equal(found["loss"], expected["loss"])
+    assert found["accuracy"].tolist() == [1.0, 1.0, 0.0]

@@ -26,6 +26,7 @@ from paceline.options import Role
 from paceline.output import plural
 from paceline.training.build import Run
 from paceline.training.checkpoint.file import CheckpointError, Writer, load_latest
+from paceline.training.local import first_local_step
 from paceline.training.meter import EpochMeans
 from paceline.training.observers import Result, Rows
 from paceline.training.terms import count_steps
@@ -220,12 +221,15 @@ def describe_extension(old: Mapping[str, Any], run: Run, at: int) -> str:
     if now == before:
         return ""
     said = f"from {plural(before, 'step')} to {now:,} ({plural(config.epochs, 'epoch')})"
+    if config.local_steps:
+        then = first_local_step(config.local_steps, config.local_after, dataclasses.replace(schedule, total_steps=before))
+        said += f"; local steps begin after step {run.local_from} (was {then}), and the averaging at step {before} stays"
     if not schedule.depends_on_length:
         return f"{said}; the learning rate does not depend on the length of the run"
-    then = dataclasses.replace(schedule, total_steps=before)
+    old_lr = dataclasses.replace(schedule, total_steps=before).lr(at)
     return (
         f"{said}; from here on the {schedule.shape} schedule is that of the new length: lr {schedule.lr(at):.4g} in the next"
-        f" step (was {then.lr(at):.4g})"
+        f" step (was {old_lr:.4g})"
     )
 
 

@@ -93,7 +93,7 @@ def describe(row: Mapping[str, Any], unit: str, troubles: Sequence[str] = ()) ->
     shown = ", ".join(text for text in named if not text.startswith("0%"))
     text = f"{row['samples_per_s']:,.0f} {unit}/s; a step of {1e3 * step_s:.1f} ms is {shown}"
     if "input" in troubles:
-        text += "; input-bound: more --loader-workers, or data that fits the device (--loader resident)"
+        text += "; input-bound: more --loader-workers, or data as Arrays, which stay on the device"
     if any(trouble.startswith("straggler") for trouble in troubles):
         why = "it has more parts than others" if row["uneven"] else "look at its machine"
         text += f"; worker {row['slowest']} is slowest, {1e3 * row['lag_s']:.1f} ms behind: {why}"
