@@ -96,3 +96,29 @@ def test_workers_of_torchrun_with_the_same_error_print_it_once(runs: Path) -> No
     assert done.stderr.count("ValueError: this is what went wrong") == 1, done.stderr
     assert "  fails.py, line 6, in objective\n" in done.stderr
     assert "paceline/training" not in done.stderr, "no frames of ours"
+
+
+ONE = """
+import os, torch
+from paceline import Arrays, Task
+
+def objective(model, batch):
+    if os.environ["RANK"] == "1":
+        raise ValueError("only here")
+    return {"loss": model(batch[0])[:, 0]}
+
+def task():
+    return Task(name="one", model=lambda: torch.nn.Linear(1, 1), train=Arrays((torch.ones(64, 1),)), objective=objective)
+"""
+
+
+def test_the_record_has_the_error_of_the_worker_that_failed_first(runs: Path) -> None:
+    """Rank 0 writes the record, but knows only that the other worker is gone."""
+    Path("my_task.py").write_text(ONE)
+    train = ["-m", "paceline", "train", "my_task.py", "--name", "x"]
+    done = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *train], timeout_s=90)
+    assert done.returncode
+    assert "paceline: worker 1: ValueError: only here\n  my_task.py, line 7, in objective\n" in done.stderr
+    result = read_result(runs / "x")
+    assert (result["status"], result["why"]) == ("failed", "ValueError: only here")
+    assert result["where"].startswith("my_task.py, line 7, in objective")

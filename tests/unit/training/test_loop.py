@@ -1,5 +1,6 @@
 """The loop and the step: weighting, accumulation, limits, precision, what ends a run."""
 
+import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -411,3 +412,19 @@ def test_the_result_says_in_one_line_why_a_run_failed(runs: Path, error: BaseExc
     with pytest.raises(type(error)):
         train(blobs(objective=fail), name="x")
     assert read_result(runs / "x")["why"] == why
+
+
+def test_nan_in_the_data_is_not_blamed_on_the_learning_rate() -> None:
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        return classify()(model, (batch[0] * float("nan"), batch[1]))
+
+    with pytest.raises(Diverged, match="the loss is nan in the first step, before any update: look for nan or inf in the data"):
+        alone(blobs(objective=objective))
+
+
+def test_synchronized_norms_get_no_note_about_their_buffers() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), nn.SyncBatchNorm(8), nn.Linear(8, 3))
+
+    notes = alone(dataclasses.replace(blobs(), model=model), virtual_workers=2, epochs=1).watcher.notes
+    assert not [note for note in notes if "does not belong to a batch norm" in note]
