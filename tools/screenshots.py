@@ -1,4 +1,4 @@
-"""Take the pictures in docs/img, of runs trained for them and of a committed scaling result: `make images`, about 90 seconds.
+"""Take the pictures in docs/img, of runs trained for them and of a committed scaling result: `make images`, about 2 minutes.
 
     python tools/screenshots.py [--runs DIR]      # with DIR, existing records are used again
 
@@ -27,6 +27,20 @@ RUNS = {
     "one-worker": ["train", MINI, "--epochs", "6"],
     "high-lr": ["train", MINI, "--epochs", "4", "--base-lr", "0.4"],
 }
+STUDY = """
+task = "fashion-mnist-mini"
+seeds = 2
+reference = "sgd"
+[options]
+model = "mlp:width=128"
+epochs = 3
+[arms.sgd]
+[arms.adamw]
+optimizer = "adamw"
+base_lr = 0.002
+[arms."a learning rate that is too high"]
+base_lr = 1000.0
+"""
 
 
 def main() -> None:
@@ -40,6 +54,9 @@ def main() -> None:
         for name, command in RUNS.items():
             if not (runs / name).exists():
                 paceline(folder, *command, "--name", name)
+        if not (runs / "study-optimizers").exists():
+            (folder / "optimizers.toml").write_text(STUDY)
+            paceline(folder, "study", "optimizers.toml")
         (runs / "scaling").mkdir(exist_ok=True)
         shutil.copy(SCALING, runs / "scaling" / "scale.json")
         with sync_playwright() as driver:
@@ -55,7 +72,7 @@ def take(browser: Browser, folder: Path) -> None:
     """Take all pictures."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     paceline(folder, "report", "two-workers")
-    with opened(browser, (folder / "runs" / "two-workers" / "report.html").as_uri(), "light", height=1560) as page:
+    with opened(browser, (folder / "runs" / "two-workers" / "report.html").as_uri(), "light", height=1170) as page:
         page.screenshot(path=IMAGES / "report.png")
     paceline(folder, "report", "scaling")
     with opened(browser, (folder / "runs" / "scaling" / "report.html").as_uri(), "light") as page:
@@ -68,12 +85,8 @@ def take(browser: Browser, folder: Path) -> None:
     assert board.stdout is not None
     try:
         address = next(word for word in board.stdout.readline().split() if word.startswith("http"))
-        with opened(browser, address, "dark") as page:
-            for name in ("one-worker", "four-parts"):
-                page.get_by_role("row", name=name).get_by_role("checkbox").check()
-            page.get_by_role("link", name="Curves").click()
-            page.wait_for_timeout(1500)
-            page.evaluate("window.scrollTo(0, 0)")
+        compared = "&".join(f"run={name}" for name in ("two-workers", "one-worker", "four-parts"))
+        with opened(browser, f"{address}#{compared}", "dark") as page:
             page.screenshot(path=IMAGES / "board.png")
     finally:
         board.terminate()

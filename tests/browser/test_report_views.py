@@ -317,4 +317,6 @@ def test_dots_of_many_epochs_do_not_hide_their_line(page: "Page", folder: Path, 
     ]
     (record / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     show(page, folder, "dots", record)
-    assert sorted(set(plot(page, "loss")["data"][0]["marker"]["size"])) == [3, 14]
+    marker = plot(page, "loss")["data"][0]["marker"]
+    assert sorted(set(marker["size"])) == [3, 14]
+    assert marker["line"]["width"] == 0

@@ -203,6 +203,7 @@
           marker: {
             size: best < 0 ? size : ys.map((_, index) => (index === best ? 14 : size)), color: style.color,
             symbol: best < 0 ? "circle" : ys.map((_, index) => (index === best ? "star" : "circle")), opacity: 1,
+            line: { width: 0 }, // plotly outlines points of different sizes, and the outlines would hide small ones
           },
           customdata: best < 0 ? undefined : ys.map((_, index) => (index === best ? " (best)" : "")),
           hovertemplate: `${safe(label)}: %{y:,.5~g}${unit}${best < 0 ? "" : "%{customdata}"}<extra></extra>`,
