@@ -176,7 +176,7 @@ def _attempt(command: Sequence[str], crew: Crew, config: Config, folder: Path, r
     if exits is not None and not codes:  # done, even if a request to stop came too late
         _end_leftovers(folder)
         return Outcome(0, None, record)
-    _signal_workers(folder, signal.SIGKILL)  # and the processes they started, so that none is left for the next attempt
+    _kill_workers(folder)
     if request.why:
         return Outcome(request.exit_code, None, record, request.why)
     (end,) = ended
@@ -220,6 +220,15 @@ def _wait(thread: threading.Thread, config: Config, folder: Path, request: StopR
             _signal_workers(folder, number)
             # Nodes that have not met yet have no workers, and the thread may wait a very long time for the other nodes.
             thread.join(_KILL_AFTER_S if config.nodes == 1 or read_started(folder) else 0.5)
+
+
+def _kill_workers(folder: Path) -> None:
+    """Kill the workers and all that they started, so that none is left. Look again: a loader process may just be starting."""
+    for _ in range(20):
+        _signal_workers(folder, signal.SIGKILL)
+        if not any(map(group_is_running, read_started(folder))):
+            return
+        time.sleep(0.05)
 
 
 def _signal_workers(folder: Path, number: signal.Signals) -> None:
