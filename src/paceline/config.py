@@ -174,6 +174,11 @@ class Config(RemembersGiven):
     """Stop when validation accuracy reaches this (0: no target) in --patience epochs in a row."""
     patience: int = _run(1, Role.TIMING, Role.WHOLE_RUN, at_least=1)
     """How many epochs in a row must reach --target-accuracy."""
+    monitor: str = _run("", Role.TIMING, Role.WHOLE_RUN, metavar="METRIC")
+    """The validation metric that decides which epoch is best: accuracy, loss, or any other that the task reports (default:
+    loss)."""
+    mode: Literal["auto", "min", "max"] = _run("auto", Role.TIMING, Role.WHOLE_RUN)
+    """Whether a smaller (min) or a larger (max) value of --monitor is better. auto: min for losses and errors, else max."""
     precision: Literal["auto", "fp32", "bf16"] = _run("auto", Role.MODEL, Role.COMMON)
     """bf16 runs the forward pass under autocast; weights and optimizer stay fp32. auto: bf16 on devices made for it."""
     fast: Literal["auto", "on", "off"] = _run("auto", Role.ROUNDING)

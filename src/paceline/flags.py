@@ -25,6 +25,8 @@ def add_flags(parser: argparse.ArgumentParser, help_texts: Mapping[str, str] | N
     uncommon: dict[argparse.Action, str] = {}
     for field in dataclasses.fields(Config):
         section = option_of(field).section
+        if flag(field.name) in parser._option_string_actions:
+            continue  # the verb uses this flag for something else
         if section not in groups:
             groups[section] = parser.add_argument_group(section)
         kind, text = kinds[field.name], docs[field.name].replace("%", "%%")

@@ -14,7 +14,7 @@ HIDDEN = {
     "train": frozenset[str](),
     "advise": frozenset[str](),
     "rehearse": names_with(Role.STUDY) - {"runs_dir"},
-    "scale": names_with(Role.WHOLE_RUN),
+    "scale": names_with(Role.WHOLE_RUN) - {"mode"},  # its own --mode
 }
 
 
@@ -41,7 +41,7 @@ def listed(text: str) -> set[str]:
 def test_help_lists_the_common_options_and_says_where_the_others_are(verb, show):
     code, out, _ = show(verb, "--help")
     assert code == 0
-    assert listed(out) == COMMON - HIDDEN[verb]
+    assert listed(out) == COMMON - HIDDEN[verb] | ({"mode"} if verb == "scale" else set())
     task = "RECORD|TASK" if verb == "advise" else "TASK"
     assert out.startswith(f"usage: paceline {verb} {task} [options]\n")
     flags = cli.make_parser([verb])[1][verb]._option_string_actions

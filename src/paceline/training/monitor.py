@@ -1,0 +1,39 @@
+"""The validation metric that decides which epoch is best (`--monitor`, `--mode`)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.config import Config
+from paceline.errors import unknown
+
+_SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "nll")
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """A metric, and which of two values of it is better."""
+
+    metric: str
+    mode: str
+    """"min" or "max"."""
+
+    def read(self, metrics: Mapping[str, float]) -> float:
+        """Its value among a validation's metrics. Raises a UsageError that suggests the nearest name."""
+        if self.metric not in metrics:
+            raise unknown("validation metric for --monitor", self.metric, metrics)
+        return metrics[self.metric]
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        """Whether a value beats the best one so far; nan never does."""
+        if math.isnan(value) or than is None or math.isnan(than):
+            return not math.isnan(value)
+        return value < than if self.mode == "min" else value > than
+
+
+def make_monitor(config: Config) -> Monitor:
+    """The monitored metric of a run."""
+    metric = config.monitor or "loss"
+    last = metric.rpartition("/")[2].lower()
+    smaller = any(word in last for word in _SMALLER_IS_BETTER)
+    return Monitor(metric, config.mode if config.mode != "auto" else "min" if smaller else "max")
