@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/ready
 PYTEST_2 := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast check format docs bench bench-gpu bench-plan images soak clean
+.PHONY: help setup demo test test-fast check format package docs bench bench-gpu bench-plan images soak clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ check: setup  ## lint, format, types, layers of imports, English
 format: setup  ## rewrite files to house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+package: setup  ## build the wheel and the sdist, check them, install with the lowest and the newest torch, 3 minutes
+	$(BIN)/python tools/check_package.py
 
 docs: setup  ## the site from docs/ with the API reference, in site/; works offline
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
