@@ -20,14 +20,6 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NEEDED = (
-    "paceline/py.typed",
-    "paceline/data/mini/train-images-idx3-ubyte.gz",
-    "paceline/recipes/batch-4096.toml",
-    "paceline/report/assets/page.html",
-    "paceline/board/assets/board.html",
-    "paceline/plan/clusters/dgx-h100.toml",
-)
 PROGRAM = '''
 """A program of somebody else: mypy must find the types of Paceline's public names."""
 
@@ -82,7 +74,6 @@ def build(folder: Path) -> Path:
     fail_if(expected - names, "the wheel lacks")
     fail_if({name for name in names if not name.startswith("paceline")}, "the wheel has, besides paceline,")
     fail_if({f"src/{name}" for name in expected} - sources, "the sdist lacks")
-    fail_if(set(NEEDED) - names, "the wheel lacks")
     print(f"built {wheel.name} ({wheel.stat().st_size / 2**20:.1f} MiB, {len(names)} files) and {sdist.name}", flush=True)
     return wheel
 
