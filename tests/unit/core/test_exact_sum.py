@@ -81,7 +81,7 @@ def test_the_error_is_what_the_docstring_promises(drawn):
     for number, result in enumerate(_sum(parts)):
         grads = [[Fraction(value) for value in part[number].flatten().tolist()] for part in parts]
         largest = max((abs(value) for part in grads for value in part), default=Fraction(0))
-        cut = Fraction(2) ** -112 if largest < Fraction(2) ** -57 else largest / 2 ** (2 * width)
+        cut = max(Fraction(2) ** -112, largest / 2 ** (2 * width))
         for place, total in enumerate(result.flatten().tolist()):
             true = sum(part[place] for part in grads)
             if math.isinf(total):
