@@ -1,6 +1,7 @@
 """Optimizers by name: torch's SGD and AdamW, and LARS, LAMB, NovoGrad and Muon for large batches.
 
-Owns the optimizers, one file each, parameter groups (`groups.py`) and several optimizers used as one (`combined.py`). `flat.py` updates many tensors in few kernels.
+Owns the optimizers, one file each, parameter groups (`groups.py`) and several optimizers used as one (`combined.py`). `flat.py`
+updates many tensors in few kernels. A task's own optimizer is checked in `training/own.py`.
 May import: config, errors. Start reading at `OPTIMIZERS` below, then `lars.py`.
 To add an optimizer, write its class in a new file, and below a function `_name(model, config)` that makes it and an entry in
 `OPTIMIZERS`. It must accept a learning rate in a tensor and work in a CUDA graph, as all of these do.

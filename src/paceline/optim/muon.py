@@ -2,7 +2,7 @@
 
 The step of each matrix has singular values near 1, so every direction moves. Five Newton-Schulz steps compute it with matrix
 products alone, in bf16 on a GPU. torch's own Muon supports only parameters with two dimensions; here convolutions are matrices
-too, of shape (out, in kh kw), as in the CIFAR-10 speed record. Another optimizer trains the rest of a network: see `combined.py`.
+too, of shape (out, in kh kw), as in the CIFAR-10 speed record. Another optimizer trains the rest of a network: see `Paired`.
 """
 
 from collections.abc import Mapping
