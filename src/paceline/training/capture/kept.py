@@ -45,6 +45,8 @@ class Kept:
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensor.copy_(copy)
         for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for new in group.keys() - settings.keys():
+                del group[new]
             group.update(settings)
         for state, numbers in self._numbers:
             state.update(numbers)
