@@ -31,7 +31,7 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any], what: str) -
     for name, value in now.items():
         old = before.get(name, _MISSING)
         if isinstance(value, Tensor):
-            raise _not_plain(what, name, value)  # it may change in place, which no comparison would find
+            raise _not_plain(what, name, value)  # a comparison could not see that it changes in place
         if _is_named(value) and _is_named(old):
             inner: Any = find_changes(old, value, what)
         elif _are_named(value) and _are_named(old) and len(value) == len(old):

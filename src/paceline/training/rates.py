@@ -43,7 +43,7 @@ class Rates:
         """Take in a validation's metrics, after an epoch that is not the last. Call on every rank."""
 
     def facts(self) -> dict[str, Any]:
-        """The state, in plain values for a checkpoint; empty if there is none."""
+        """The state, in plain values for a checkpoint; empty without state."""
         return {}
 
     def restore(self, facts: Mapping[str, Any]) -> None:

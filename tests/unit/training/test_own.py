@@ -1,5 +1,6 @@
 """A task's own optimizer and schedule: the numbers of a plain PyTorch loop, true learning rates, answers to mistakes."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -541,3 +542,22 @@ def test_torchs_optimizers_are_made_fit_for_a_graph_on_a_gpu_only():
     config = make_config(own_defaults(own(optimizer=lambda model, config: Adam(model.parameters()))))
     optimizer, _ = make_task_optimizer(own(optimizer=lambda model, config: Adam(model.parameters())), nn.Linear(2, 2), config)
     assert not optimizer.param_groups[0]["capturable"]
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text()
+
+
+def test_the_pages_task_trains():
+    (code,) = re.findall(r"```python\n(import torch.*?)```", PAGE, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    trained = train_in(ALONE, names["task"](), {"epochs": 3})
+    assert rates(trained)[:: len(rates(trained)) // 3] == pytest.approx([1.0, 0.7, 0.49])
+    assert "Adadelta (the task's own) at lr 1, StepLR (the task's own) once per epoch" in PAGE
+    run = made(names["task"]())
+    assert f"{run.contract.optimizer}, {run.contract.schedule}" in PAGE
+
+
+@pytest.mark.parametrize("line", re.findall(r"^    (schedule=.*)$", PAGE, flags=re.MULTILINE))
+def test_the_pages_schedules_work(line):
+    made(own(schedule=eval(f"dict({line.partition('  #')[0]})")["schedule"]))
