@@ -8,8 +8,8 @@ Task(
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, cast
 
@@ -44,7 +44,7 @@ def make_task_optimizer(task: Task, model: nn.Module, config: Config) -> tuple[O
         return make_optimizer(model, config), replaced
     assert task.optimizer is not None  # `tasks.configure` checks it
     what = f"task {task.name}: its optimizer function"
-    made = task.optimizer(model, config)
+    made, read = _call_noting_reads(task.optimizer, model, config)
     if isinstance(made, Mapping):
         made = _combine(made, what, stepped=getattr(task, "step", None) is not None)
     _check_kind(made, what)
@@ -61,7 +61,7 @@ def make_task_optimizer(task: Task, model: nn.Module, config: Config) -> tuple[O
     if config.fast != "off" and not sparse and next(model.parameters()).device.type == "cuda":
         for each in members(made):
             _make_capturable(each)
-    return made, notes + _describe_unread(task, config)
+    return made, notes + _describe_unread(task, config, read)
 
 
 def make_rates(task: Task, optimizer: Optimizer, config: Config, schedule: Schedule, k: float) -> tuple[Rates, tuple[str, ...]]:
@@ -198,16 +198,31 @@ def _read_lr(group: Mapping[str, Any], what: str) -> float:
     return float(lr)
 
 
-def _describe_unread(task: Task, config: Config) -> tuple[str, ...]:
-    """Notes about options that have an effect only if the task's function reads them."""
+def _call_noting_reads(make: Callable[[nn.Module, Config], Any], model: nn.Module, config: Config) -> tuple[Any, set[str]]:
+    """What the task's function returns, and the names of the options that it read."""
+    read: set[str] = set()
+
+    class Noted(Config):
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return object.__getattribute__(self, name)
+
+    noted = object.__new__(Noted)
+    vars(noted).update(vars(config))
+    object.__setattr__(noted, "given", config.given)
+    read.clear()
+    made = make(model, noted)
+    return made, {field.name for field in fields(Config)} if "__dict__" in read else read
+
+
+def _describe_unread(task: Task, config: Config, read: Collection[str]) -> tuple[str, ...]:
+    """A note about given options that configure built-in optimizers and that the task's function did not read."""
     usual = {**vars(Config()), **cast(Mapping[str, Any], task.defaults)}
-    loud = [flag(name) for name in sorted(names_with(Role.OPTIMIZER)) if getattr(config, name) != usual[name]]
-    if not loud:
+    unread = [name for name in sorted(names_with(Role.OPTIMIZER) - set(read)) if getattr(config, name) != usual[name]]
+    if not unread:
         return ()
-    them = "it" if len(loud) == 1 else "them"
-    return (
-        f"{', '.join(loud)}: the task has its own optimizer, so this matters only if its function reads {them} from config",
-    )
+    names, do = ", ".join(map(flag, unread)), "does" if len(unread) == 1 else "do"
+    return (f"{names} {do} nothing here: the task has its own optimizer, whose function does not read it",)
 
 
 def _make_capturable(optimizer: Optimizer) -> None:

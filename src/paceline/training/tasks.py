@@ -56,7 +56,9 @@ def resolve(task: str | Task, options: Mapping[str, Any]) -> tuple[Task, Config]
     if isinstance(task, str) and task in _BUILT_IN:
         config = make_config(_BUILT_IN[task], options)
         _refuse_settings(task, vars(config))
-        return _images(task, config), config
+        made = _images(task, config)
+        _check_own(made, config)
+        return made, config
     if not isinstance(task, str):
         made = _check_task(task, "paceline.train got", "give")
         _refuse_settings(made, options)
@@ -94,6 +96,7 @@ def own_defaults(task: Task) -> dict[str, Any]:
 
 
 def _check_own(task: Task, config: Config) -> None:
+    """Raise a UsageError if an option asks for an optimizer or schedule that the task does not have."""
     for name in ("optimizer", "schedule"):
         if getattr(config, name) == "own" and getattr(task, name) is None:
             raise UsageError(

@@ -31,7 +31,7 @@ from paceline.optim import Combined
 from paceline.training.build import Run, build
 from paceline.training.own import make_task_optimizer
 from paceline.training.task import Task
-from paceline.training.tasks import configure, own_defaults
+from paceline.training.tasks import configure, own_defaults, resolve
 
 STEPS = 9  # per epoch: 103 samples in steps of 12, the last two of which share 19
 
@@ -155,8 +155,18 @@ def test_each_group_has_its_own_rate_at_the_reference_batch():
     assert run.contract.optimizer == "SGD (the task's own) in 2 groups at lr 0.01, 0.1"
     assert (run.contract.base_lr, run.contract.peak_lr) == (0.01, 0.02)
     assert run.contract.schedule == "the task's own schedule by step"
-    (said,) = [note for note in run.notes if "base-lr" in note]
-    assert said == "--base-lr: the task has its own optimizer, so this matters only if its function reads it from config"
+    assert not run.notes
+
+
+def test_options_that_the_optimizer_function_does_not_read_are_named():
+    task = own(optimizer=lambda model, config: SGD(model.parameters(), lr=config.base_lr))
+    assert not made(task, base_lr=0.3, clip_norm=1.0).notes
+    end = "here: the task has its own optimizer, whose function does not read it"
+    assert made(task, base_lr=0.3, momentum=0.5).notes == (f"--momentum does nothing {end}",)
+    assert made(task, beta1=0.5, momentum=0.5).notes == (f"--beta1, --momentum do nothing {end}",)
+    everything = own(optimizer=lambda model, config: SGD(model.parameters(), lr=vars(config)["base_lr"]))
+    assert not made(everything, momentum=0.5).notes
+    assert not made(replace(task, defaults={**task.defaults, "momentum": 0.5})).notes, "the task itself says so"
 
 
 def test_lr_scale_of_a_group_counts():
@@ -491,6 +501,8 @@ def test_a_task_has_its_own_or_a_default_not_both():
     for option in ("optimizer", "schedule"):
         with pytest.raises(UsageError, match=f"--{option} own: task blobs has no {option} of its own"):
             configure(blobs(), {option: "own"})
+    with pytest.raises(UsageError, match="--schedule own: task fashion-mnist-mini has no schedule of its own"):
+        resolve("fashion-mnist-mini", {"schedule": "own"})
 
 
 def test_a_schedule_that_ends_too_early_says_so():
