@@ -7,10 +7,12 @@ which step, with which inputs, and what the trials before leave behind, can be c
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -289,3 +291,71 @@ def test_nothing_is_captured_on_a_cpu() -> None:
         run = build(task, config, here)
         step = plain_step(run)
         assert fast.capture(run, step, 0, print) is step
+
+
+@pytest.mark.usefixtures("replaying")
+@pytest.mark.parametrize("name", ["RMSprop", "Adadelta", "NAdam", "Rprop", "ASGD"])
+@pytest.mark.parametrize("resumes", [False, True])
+def test_an_own_optimizer_is_replayed_from_the_state_it_starts_with(tmp_path: Path, name: str, resumes: bool) -> None:
+    """NAdam, Rprop and ASGD have state that does not start at zero: their first step is plain, the others are replayed."""
+    kind = getattr(torch.optim, name)
+    task = replace(
+        blobs(samples=96),
+        optimizer=lambda model, config: kind(model.parameters(), lr=0.01),
+        schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5),
+    )
+    with world() as here:
+        options = {"reduce": "exact", "epochs": 3}
+        whole = train_in(here, task, {**options, "fast": "off"})
+        if resumes:
+            train_in(here, task, {**options, "max_steps": 11}, tmp_path)
+        replayed = train_in(here, task, options, tmp_path, resumes)
+    assert replayed.weights.keys() == whole.weights.keys()
+    for key in whole.weights:
+        np.testing.assert_array_equal(replayed.weights[key], whole.weights[key])
+    lrs = [row["lr"] for row in whole.watcher.steps]
+    assert [row["lr"] for row in replayed.watcher.steps] == lrs[-len(replayed.watcher.steps) :]
+    assert sorted(set(lrs)) == [0.0025, 0.005, 0.01]
+    plain = 0 if resumes or name in ("RMSprop", "Adadelta") else 1
+    assert len(CALLS) == len(replayed.watcher.steps) - plain > 1
+
+
+@pytest.mark.usefixtures("replaying")
+def test_a_schedule_that_changes_a_setting_ends_the_replays() -> None:
+    class Momentum(torch.optim.lr_scheduler.StepLR):
+        def step(self, epoch: Any = None) -> None:
+            super().step(epoch)
+            for group in self.optimizer.param_groups:
+                group["momentum"] = 0.5 if self.last_epoch > 1 else 0.9
+
+    task = replace(
+        blobs(samples=96),
+        optimizer=lambda model, config: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        schedule=lambda optimizer: Momentum(optimizer, step_size=1),
+    )
+    with world() as here:
+        plain, replayed = both(here, {"epochs": 4}, task)
+    same(plain, replayed)
+    said = "the schedule changed a setting of the optimizer: from here on steps run without a CUDA graph"
+    assert replayed.watcher.notes.count(said) == 1
+    assert len(CALLS) == 2 * 8
+
+
+@pytest.mark.usefixtures("replaying")
+def test_an_optimizer_that_counts_on_the_host_is_not_captured_and_starts_as_if_nothing_happened() -> None:
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                group["seen"] = group.get("seen", 0) + 1
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    parameter.grad.mul_(1 / (state["count"] + group["seen"]))
+            super().step()
+
+    task = replace(blobs(), optimizer=lambda model, config: Counts(model.parameters(), lr=0.1))
+    with world() as here:
+        plain, replayed = both(here, {"epochs": 2}, task)
+    same(plain, replayed)
+    assert not CALLS
+    assert "Counts keeps 'count' of its state on the host" in replayed.watcher.notes
