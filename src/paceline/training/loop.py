@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.core.carrier import MOST_METRICS, PAYLOAD
+from paceline.core.carrier import PAYLOAD, REQUESTS
 from paceline.core.determinism import deterministic
 from paceline.core.noise import adascale_gain, noise_scale
 from paceline.core.parts import Step
@@ -296,13 +296,13 @@ class _Fit:
         """Pass on the steps whose numbers have arrived. A loss that is not finite ends the run here, on all workers at once."""
         run, progress = self.run, self.progress
         for step, values in arrived:
-            metrics = dict(zip(run.forward.names, values, strict=False))
-            save, stop = values[MOST_METRICS:PAYLOAD]
+            metrics, weight = run.forward.read(step, values)
+            save, stop = values[PAYLOAD - REQUESTS : PAYLOAD]
             self.save_requested |= save > 0
             self.stop_requested |= stop > 0
             self._check_finite(metrics["loss"], step, epoch)
             first, bounds = step - epoch * run.sampler.steps, run.sampler.step_bounds
-            progress.means.add(metrics, int(bounds[first + 1] - bounds[first]))
+            progress.means.add(metrics, int(bounds[first + 1] - bounds[first]) * weight)
             progress.last_loss = metrics["loss"]
             if progress.first_loss is None:
                 progress.first_loss = metrics["loss"]

@@ -100,6 +100,12 @@ def classify(label_smoothing: float = 0.0) -> Objective:
     return objective
 
 
+def is_classify(objective: Objective) -> bool:
+    """Whether `classify` made this objective."""
+    made = getattr(objective, "__module__", ""), getattr(objective, "__qualname__", "")
+    return made == (__name__, "classify.<locals>.objective")
+
+
 def _describe(value: Any) -> str:
     """What a batch or a model's output is, in words."""
     if not isinstance(value, tuple | list):
