@@ -59,7 +59,7 @@ def _weighted_sum(value: Tensor, weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def divide_by_weight(payload: Tensor, grads: Iterable[Tensor | None]) -> Tensor:
-    """Divide gradients, in place, and metrics by the step's weight: weighted means. All are 0 if the weight is. No host sync."""
+    """Divide gradients, in place, and metrics by the step's weight: weighted means, or 0 if the weight is 0. No host sync."""
     weight = payload[WEIGHT]
     inverse = torch.where(weight == 0, 0.0, 1 / weight)
     found = [grad for grad in grads if grad is not None]

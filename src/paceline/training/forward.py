@@ -143,8 +143,8 @@ def _check_outputs(outputs: Any, size: int) -> None:
     for value in found:
         if not isinstance(value, Tensor):
             raise UsageError(
-                f"the task's objective returned 'outputs' with {name_type(value)} in it: it must be a tensor, or a tuple or dict of"
-                " tensors"
+                f"the task's objective returned 'outputs' with {name_type(value)} in it: it must be a tensor, or a tuple or"
+                " dict of tensors"
             )
         if not value.dim() or len(value) != size:
             raise UsageError(
@@ -161,6 +161,6 @@ def _reported(values: dict[str, Tensor]) -> tuple[str, ...]:
 
 def _different(found: Sequence[str], expected: Sequence[str]) -> UsageError:
     return UsageError(
-        f"the task's objective returned {', '.join(found)} for one batch, and {', '.join(expected)} for another: return the same"
-        " metrics each time"
+        f"the task's objective returned {', '.join(found)} for one batch, and {', '.join(expected)} for another: return the"
+        " same metrics each time"
     )

@@ -117,11 +117,7 @@ class TrainStep:
 
     def _work(self, part: Part, given: Inputs, weighted: Weighted | None, share: float) -> tuple[Tensor, Tensor]:
         samples = len(part.item.samples)
-        out = (
-            weighted(given, share, samples)
-            if weighted
-            else self.forward.weigh(self.values(given, part.item), share, samples)
-        )
+        out = weighted(given, share, samples) if weighted else self.forward.weigh(self.values(given, part.item), share, samples)
         self.enter("backward")
         return out
 

@@ -145,7 +145,7 @@ def test_other_mistakes_are_one_line() -> None:
         _ = team.noise_scale
     with pytest.raises(UsageError, match="other virtual_workers"):
         parts(virtual_workers=2).load_state_dict(team.state_dict())
-    with pytest.raises(UsageError, match="evaluate returned 'loss' as a tensor of shape .10, 1."):
+    with pytest.raises(UsageError, match=r"evaluate returned 'loss' as a tensor of shape .10, 1."):
         team.evaluate(10, lambda samples: {"loss": losses(team.model, samples)[:, None]})
     numbers = iter(range(9))
     with pytest.raises(UsageError, match="report the same metrics in the same order"):

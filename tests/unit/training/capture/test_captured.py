@@ -18,7 +18,7 @@ from torch import Tensor
 from harness.training import Trained, blobs, train_in
 from paceline.data.loaders import Inputs, map_tensors, tensors_in
 from paceline.dist.world import World, world
-from paceline.training import loop, tasks
+from paceline.training import loop, tasks, validation
 from paceline.training.build import Run, build
 from paceline.training.capture import captured as fast
 from paceline.training.capture import graph
@@ -51,7 +51,7 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "find_obstacle", lambda body, inputs, model, objective: (body(inputs), ""))
     monkeypatch.setattr(fast, "_why_never", lambda run: "")
     monkeypatch.setattr(fast._Trials, "_is_long", lambda self, case, graph: False)
-    monkeypatch.setattr(loop, "Validation", _Plain)
+    monkeypatch.setattr(validation, "_Set", _Plain)
     monkeypatch.setattr(loop, "capture", _capture)
     monkeypatch.setattr(fast, "compiler", compiler)
 
@@ -84,7 +84,7 @@ def plain_step(run: Run) -> TrainStep:
     return loop.make_step(run, loop.make_clock(run))
 
 
-class _Plain(loop.Validation):
+class _Plain(validation._Set):
     def _record(self, compiled: bool) -> None:
         return None
 
