@@ -33,14 +33,12 @@ class WholeSet:
     def begin(self) -> None:
         """Forget everything."""
         self._kept, self._failed = [], None
-        for name, metric in self._objects.items():
-            self._call(name, metric.reset)
+        self._keep_error(lambda: [_call(name, metric.reset) for name, metric in self._objects.items()])
 
     def feed(self, outputs: Any) -> None:
         """Take in the outputs of the next samples. An error is kept for `finish`, because other workers are waiting."""
         if self._failed is None:
-            for name, metric in self._objects.items():
-                self._call(name, metric.update, outputs)
+            self._keep_error(lambda: [_call(name, metric.update, outputs) for name, metric in self._objects.items()])
             if self._functions:  # a function needs the whole set in memory
                 self._kept.append(outputs)
 
@@ -50,8 +48,8 @@ class WholeSet:
         `taken`: metrics of the objective, whose names are in use.
         """
         found: dict[str, float] = {}
-        if world.is_main:
-            found = self._compute(taken)
+        if world.is_main and self._failed is None:
+            self._keep_error(lambda: found.update(self._compute(taken)))
         error = self._failed
         self.begin()  # or rank 0 would hold the whole set until the next validation
         told = world.broadcast([found, None if error is None else asdict(explain(error))])
@@ -64,35 +62,32 @@ class WholeSet:
         return {name: float(value) for name, value in told[0].items()}
 
     def _compute(self, taken: Mapping[str, float]) -> dict[str, float]:
+        whole = _join(self._kept) if self._functions else None
         found: dict[str, float] = {}
-        whole: Any = None
         for name in self._order:
-            if self._failed is None and name in self._objects:
-                result = self._call(name, self._objects[name].compute)
-            elif self._failed is None:
-                whole = self._call(name, lambda: _join(self._kept)) if whole is None else whole
-                result = self._call(name, self._functions[name], whole) if self._failed is None else None
-            if self._failed is None:
-                found |= self._call(name, lambda: _read(name, result, {**taken, **found}))  # noqa: B023  # called at once
-        return {} if self._failed is not None else found
+            is_function = name in self._functions
+            result = _call(name, self._functions[name], whole) if is_function else _call(name, self._objects[name].compute)
+            found |= _read(name, result, {**taken, **found})
+        return found
 
-    def _call(self, name: str, function: Callable[..., Any], *outputs: Any) -> Any:
-        """Call a user's function, with outputs as its arguments: tuples by position, dicts by name."""
-        if self._failed is not None:
-            return None
+    def _keep_error(self, work: Callable[[], Any]) -> None:
         try:
-            with torch.no_grad():
-                if not outputs:
-                    return function()
-                if isinstance(outputs[0], Mapping):
-                    return function(**outputs[0])
-                return function(*outputs[0]) if isinstance(outputs[0], tuple | list) else function(outputs[0])
+            work()
         except UsageError as error:
             self._failed = error
-        except Exception as error:
-            self._failed = UsageError(f"metric {name!r} failed: {headline(error)}")
-            self._failed.__cause__ = error
-        return None
+
+
+def _call(name: str, function: Callable[..., Any], *outputs: Any) -> Any:
+    """Call a user's function, with outputs as its arguments: tuples by position, dicts by name."""
+    try:
+        with torch.no_grad():
+            if not outputs:
+                return function()
+            if isinstance(outputs[0], Mapping):
+                return function(**outputs[0])
+            return function(*outputs[0]) if isinstance(outputs[0], tuple | list) else function(outputs[0])
+    except Exception as error:
+        raise UsageError(f"metric {name!r} failed: {headline(error)}") from error
 
 
 def is_object(metric: Any) -> bool:
