@@ -143,7 +143,7 @@ def check_metrics(name: str, metrics: Any, validates: bool) -> dict[str, Any]:
                 " reset"
             )
     if metrics and not validates:
-        raise UsageError(f"task {name}: metrics are computed from validation data, and there is none: give validation=...")
+        raise UsageError(f"task {name}: metrics are computed from validation data, and the task has none: give validation=...")
     return dict(metrics)
 
 

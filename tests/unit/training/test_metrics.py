@@ -184,7 +184,7 @@ def test_an_objective_for_validation() -> None:
         ({"metrics": {"hits": 3}}, r"metrics\['hits'\] is an int: it must be a function of the outputs, or an object with"),
         ({"metrics": {"a/b": hits}}, r"metrics\['a/b'\]: the name of a metric must be plain text without a slash"),
         ({"metrics": {3: hits}}, r"metrics\[3\]: the name of a metric must be plain text"),
-        ({"metrics": {"hits": hits}, "validation": None}, "metrics are computed from validation data, and there is none"),
+        ({"metrics": {"hits": hits}, "validation": None}, "metrics are computed from validation data, and the task has none"),
         ({"validation_objective": 3}, "validation_objective is an int: it must be a function"),
         ({"validation_objective": classify}, r"validation_objective=classify is not called"),
         ({"validation_objective": classify(), "validation": None}, "validation_objective needs validation data"),
