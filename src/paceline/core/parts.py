@@ -283,7 +283,8 @@ class Step:
                 " call part.backward(loss) once for each"
             )
         self._reduced = True
-        return dict(zip(self._names, self.team.engine.reduce(), strict=False))
+        names = [name for name in self._names if name != "weight"]
+        return dict(zip(names, self.team.engine.reduce(), strict=False))
 
     def count_backward(self, part: "Part") -> None:
         """Raise a UsageError unless this is the current part's first backward."""

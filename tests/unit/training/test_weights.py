@@ -1,5 +1,6 @@
 """Losses that are one number per batch, and weights: a step follows the mean over the whole step, however it is cut."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,24 @@ def test_epoch_means_are_weighted_too() -> None:
     means = EpochMeans()
     means.add({"loss": 0.0}, 0.0)
     assert means.read() == {"loss": 0.0}
+
+
+def test_a_resumed_run_has_the_same_weighted_means(tmp_path: Path) -> None:
+    options = {"reduce": "exact", "virtual_workers": 2, "epochs": 1, "checkpoint_every": "2"}
+    whole = train_in(ALONE, tokens(per_sample), options)
+    calls = iter(range(100))
+
+    def dying(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        if next(calls) == 9:
+            raise KeyError("killed")
+        return per_sample(model, batch)
+
+    with pytest.raises(KeyError, match="killed"):
+        train_in(ALONE, tokens(dying), options, tmp_path)
+    resumed = train_in(ALONE, tokens(per_sample), options, tmp_path, resumes=True)
+    assert resumed.watcher.steps[0]["step"] > 1
+    assert resumed.result.model_sha256 == whole.result.model_sha256
+    assert resumed.watcher.epochs[0]["train_count"] == whole.watcher.epochs[0]["train_count"]
 
 
 def test_a_loss_of_the_batch_counts_by_samples() -> None:
