@@ -171,8 +171,10 @@ def test_a_bad_weight_in_a_later_step_is_reported() -> None:
     calls = iter(range(100))
 
     def later(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        sign = 1 if next(calls) < 6 else -1
-        return {**per_sample(model, batch), "weight": sign * batch[2].sum(1)}
+        weight = batch[2].sum(1) + 1
+        if next(calls) >= 6:
+            weight[0] = -1  # the sum of the step's weights stays positive
+        return {**per_sample(model, batch), "weight": weight}
 
     with pytest.raises(UsageError, match=r"a 'weight' in step \d+ that is negative or not finite"):
         train_in(ALONE, tokens(later), {})
