@@ -109,7 +109,7 @@ def test_validation_is_the_same_replayed(here: World) -> None:
     step = make_step(run, make_clock(run))
     replayed = Validation(run, step, fast.capture(run, step, 0, print))
     first, second = replayed(0), replayed(0)
-    assert replayed._graph is not None
+    assert replayed._sets["validation"]._graph is not None
     assert first == second == Validation(run, step, step)(0)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from harness.processes import paceline, run
 from harness.training import blobs, train_in
-from paceline.core.carrier import MOST_METRICS, PAYLOAD
+from paceline.core.carrier import PAYLOAD, REQUESTS
 from paceline.core.determinism import deterministic
 from paceline.data.augment import Images
 from paceline.data.loaders import Arrays, Resident, Streaming
@@ -147,7 +147,7 @@ def test_a_step_never_waits_for_the_gpu(parts: dict[str, Any], fast: str) -> Non
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             reads += meter.flush()
-    requests = [tuple(value > 0 for value in values[MOST_METRICS:PAYLOAD]) for _, values in reads]
+    requests = [tuple(value > 0 for value in values[PAYLOAD - REQUESTS : PAYLOAD]) for _, values in reads]
     assert requests == [(False, False), (True, False), (False, True), (False, False)]
 
 

@@ -1,8 +1,8 @@
 """How a step's numbers travel between workers.
 
-The carrier is the model plus one more parameter, the cargo. The gradient of the cargo is the step's metrics, the requests to
-save or stop, and one flag per parameter that says whether this worker used it. DDP averages the cargo with all other gradients;
-the exact reducer sums it with them. So metrics need no collective of their own.
+The carrier is the model plus one more parameter, the cargo. The gradient of the cargo is the step's metrics, the weight that
+they are means by, the requests to save or stop, and one flag per parameter that says whether this worker used it. DDP averages
+the cargo with all other gradients; the exact reducer sums it with them. So metrics need no collective of their own.
 """
 
 import inspect
@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.core.exact_sum import ExactReducer, Workers
 
 MOST_METRICS = 16
+WEIGHT = MOST_METRICS  # the place of the weight, after the metrics
 REQUESTS = 2  # to write a checkpoint, to stop: they travel with the metrics, so all workers see them at the same step
-PAYLOAD = MOST_METRICS + REQUESTS
+PAYLOAD = WEIGHT + 1 + REQUESTS
 _MOST_PATTERNS = 1000
 
 
@@ -50,7 +51,7 @@ class Carrier(nn.Module):
 
     def load(self, metrics: Tensor, requests: Tensor | None) -> None:
         """Add a pass's share of the metrics, and the requests (1 for each)."""
-        rest = self._zeros[len(metrics) : MOST_METRICS], self._zeros[MOST_METRICS:] if requests is None else requests
+        rest = self._zeros[len(metrics) : WEIGHT + 1], self._zeros[WEIGHT + 1 :] if requests is None else requests
         payload = torch.cat((metrics, *rest))
         self._payload = payload if self._payload is None else self._payload + payload
 

@@ -3,9 +3,13 @@
 Weighting: a step of R samples must follow the mean of R sample gradients, however the samples are spread. A pass over n of them
 scales its mean loss by n / R, and the exact reducer adds all passes up. DDP takes the mean over P workers instead, so there the
 factor is n * P / R.
+
+If the samples have weights (tokens, valid pixels), the step must follow their weighted mean. No pass knows the weight of the
+whole step, so each one computes its weighted sum, scaled by 1 / R (or P / R). The weight travels with the metrics in the same
+scale. After the reduction, gradients and metrics are divided by it, on the device. See `weigh`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -15,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from paceline.core.carrier import REQUESTS, Carrier, Reducer, wrap
+from paceline.core.carrier import MOST_METRICS, REQUESTS, WEIGHT, Carrier, Reducer, wrap
 from paceline.core.deal import Pass
 from paceline.core.noise import Noise
 from paceline.core.sampler import Sampler
@@ -23,9 +27,45 @@ from paceline.dist.world import World
 from paceline.errors import UsageError
 
 Work = Callable[[float], tuple[Tensor, Tensor]]
-"""A pass's share of the step -> its loss and the vector of its metrics, both times the share."""
+"""A pass's share of the step -> its loss and the vector of its metrics, both times the share: what `weigh` returns."""
 BucketHook = Callable[[Any, Callable[[], "torch.futures.Future[Tensor]"]], "torch.futures.Future[Tensor]"]
 """Called with a DDP bucket and the function that starts averaging it; returns what that function returned."""
+
+
+def weigh(
+    values: Mapping[str, Tensor], names: Sequence[str], weight: Tensor | None, share: float, samples: int
+) -> tuple[Tensor, Tensor]:
+    """A pass's loss and the vector of its metrics, both times its share of the step. `samples`: of the pass.
+
+    Every value is one number, the mean over the pass, or has one number per sample. With a weight (one number, or one per
+    sample) the results are weighted sums, and the vector ends with the weight. A value of weight 0 does not count, even if it
+    is nan. A negative weight makes all results nan.
+    """
+    if weight is None:
+        means = torch.stack([values[name].detach().float().mean() for name in names])
+        return values["loss"].mean() * share, means * share
+    weight = weight.detach().float()
+    weight = torch.where(weight >= 0, weight, torch.nan)
+    sums = [_weighted_sum(values[name].detach(), weight) for name in names]
+    rest = weight.new_zeros(MOST_METRICS - len(names))
+    vector = torch.cat((torch.stack(sums).float(), rest, weight.sum().view(1)))
+    return _weighted_sum(values["loss"], weight) * (share / samples), vector * (share / samples)
+
+
+def _weighted_sum(value: Tensor, weight: Tensor) -> Tensor:
+    value, weight = value if value.dtype == torch.float64 else value.float(), weight if value.dim() else weight.sum()
+    return (torch.where(weight == 0, 0.0, value) * weight).sum()
+
+
+@torch.no_grad()
+def divide_by_weight(payload: Tensor, grads: Iterable[Tensor | None]) -> Tensor:
+    """Divide gradients, in place, and metrics by the step's weight: weighted means, or 0 if the weight is 0. No host sync."""
+    weight = payload[WEIGHT]
+    inverse = torch.where(weight == 0, 0.0, 1 / weight)
+    found = [grad for grad in grads if grad is not None]
+    for dtype in {grad.dtype for grad in found}:
+        torch._foreach_mul_([grad for grad in found if grad.dtype == dtype], inverse.to(dtype))
+    return torch.cat((payload[:WEIGHT] * inverse, payload[WEIGHT:]))
 
 
 def averages(world: World, exact: bool) -> bool:
@@ -73,6 +113,8 @@ class Engine:
         """A step has begun and is not reduced."""
         self._measured: Noise | None = None
         """The noise scale, if this step's gradients are compared."""
+        self._weighted: bool | None = None
+        """This step's metrics came with a weight; None before its first pass."""
         self._unit = 0, 0.0
         """First of the parts that the current pass adds to, and what their loss counts for so far."""
 
@@ -108,6 +150,7 @@ class Engine:
         self._unit = item.parts[0], share + (self._unit[1] if item.micro else 0.0)
         with nullcontext() if final else self._apart():
             total, metrics = self._wrapped(partial(work, share))
+            self._check_weighted(len(metrics) > WEIGHT)
             carrier.begin_backward()
             total.backward()
             carrier.load(metrics, self.requests if final else None)
@@ -128,6 +171,9 @@ class Engine:
         if self._measured is not None:
             self._measured.finish(self._world)
         out, self._unfinished = self.carrier.unload(), False
+        if self._weighted:
+            out = divide_by_weight(out, [parameter.grad for parameter in self.carrier.trained])
+        self._weighted = None
         return out if self.noise is None else torch.cat((out, self.noise.state.float()))
 
     def dry_run(self, passes: Sequence[Pass], step_samples: int, work: Callable[[int, float], tuple[Tensor, Tensor]]) -> None:
@@ -143,7 +189,7 @@ class Engine:
 
     def forget(self) -> None:
         """Drop an unfinished step."""
-        self._unfinished = False
+        self._unfinished, self._weighted = False, None
         self.carrier.forget()
         if self._reducer is not None:
             self._reducer.forget()
@@ -157,6 +203,17 @@ class Engine:
     def reduces_apart(self) -> bool:
         """`reduce` talks to other workers, beyond what DDP did within the backward pass."""
         return self._world.size > 1 and (self._reducer is not None or self._measured is not None)
+
+    def _check_weighted(self, weighted: bool) -> None:
+        """Raise a UsageError if only some passes of a step have a weight, or if a weight has no meaning here."""
+        if self._weighted is not None and self._weighted != weighted:
+            raise UsageError("one pass of a step had a 'weight' and another had none: give it every time, or never")
+        if weighted and self.noise is not None:
+            raise UsageError(
+                "the noise scale and AdaScale compare the gradients of parts with equal weights: leave out 'weight', or"
+                " --measure-noise and --lr-rule adascale"
+            )
+        self._weighted = weighted
 
     def _apart(self) -> AbstractContextManager[Any]:
         """Gradients stay on this worker."""

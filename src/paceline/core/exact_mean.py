@@ -2,10 +2,10 @@
 
 Samples are cut into fixed chunks; worker r evaluates chunks r, r + P, ... Each worker writes its samples' metrics into their
 places in a table of zeros. Summing the tables over the workers adds zeros to every value, which is exact. The mean is then
-taken in one order.
+taken in one order. A metric that is one number per chunk counts for each of its samples. Weights are one more row of the table.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,7 +40,7 @@ class Chunks:
 def mean_over_workers(chunks: Chunks, names: tuple[str, ...], rows: Sequence[Tensor]) -> dict[str, float]:
     """The mean of each metric over all samples; the same numbers on every worker. Collective: call on every rank.
 
-    `rows` has one tensor per chunk of this worker: one row per metric, one column per sample.
+    `rows` has what `lay_out` made of each chunk of this worker. If one of the names is "weight", means are weighted by it.
     """
     world = chunks.world
     expected = tuple(world.broadcast(names))  # a worker without a chunk has no names
@@ -50,7 +50,34 @@ def mean_over_workers(chunks: Chunks, names: tuple[str, ...], rows: Sequence[Ten
         table[:, int(chunk[0]) : int(chunk[-1]) + 1] = values
     if world.size > 1:
         dist.all_reduce(table)
-    return dict(zip(expected, table.double().mean(1).tolist(), strict=True))
+    if "weight" not in expected:
+        return dict(zip(expected, table.double().mean(1).tolist(), strict=True))
+    means = _weighted_means(table.double(), expected.index("weight")).tolist()
+    return {name: mean for name, mean in zip(expected, means, strict=True) if name != "weight"}
+
+
+def lay_out(values: Mapping[str, Tensor], names: Sequence[str], count: int) -> Tensor:
+    """A chunk's values as one row per name and one column per sample. No host sync.
+
+    A number for the whole chunk is repeated for each sample. A weight for the whole chunk belongs to its first sample, and the
+    others have 0: so no weight is rounded.
+    """
+    rows = [values[name].detach().float() for name in names]
+    wide = [row if row.dim() else row.expand(count) for row in rows]
+    if "weight" in names and not values["weight"].dim():
+        wide[list(names).index("weight")] = torch.nn.functional.pad(rows[list(names).index("weight")].view(1), (0, count - 1))
+    return torch.stack(wide)
+
+
+def _weighted_means(table: Tensor, at: int) -> Tensor:
+    """The mean of each row, weighted by row `at`. A value of weight 0 does not count, even if it is nan."""
+    weight = table[at]
+    if not bool((weight >= 0).all()) or not bool(weight.isfinite().all()):
+        raise UsageError("a 'weight' of the validation data is negative or not finite: a weight must be a number of 0 or more")
+    total = weight.sum()
+    if not bool(total > 0):
+        raise UsageError("every 'weight' of the validation data is 0: the mean of nothing is not defined; check the mask")
+    return (torch.where(weight == 0, 0.0, table) * weight).sum(1) / total
 
 
 def check_names(found: tuple[str, ...], expected: tuple[str, ...]) -> None:

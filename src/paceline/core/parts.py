@@ -27,13 +27,14 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.core.carrier import MOST_METRICS
 from paceline.core.deal import Pass, check_parts, cut_epoch, deal_parts
 from paceline.core.determinism import set_deterministic
-from paceline.core.engine import Engine, Work
-from paceline.core.exact_mean import Chunks, check_names, mean_over_workers
+from paceline.core.engine import Engine, Work, weigh
+from paceline.core.exact_mean import Chunks, check_names, lay_out, mean_over_workers
 from paceline.core.keyed import KeyedDataset, PassSampler
 from paceline.core.keys import key, seed_all
 from paceline.core.noise import noise_scale
 from paceline.core.norms import can_group, group_batch_norms
 from paceline.core.sampler import Sampler
+from paceline.core.shapes import check_shapes
 from paceline.core.statistics import Statistics, spans_workers
 from paceline.dist.world import World
 from paceline.errors import UsageError
@@ -189,9 +190,9 @@ class Parts:
     ) -> dict[str, float]:
         """The exact mean of each metric over `samples` samples: every sample counts once, for any number of workers.
 
-        `function` gets sample numbers and returns metrics with one value per sample. The model is in evaluation mode, with the
-        mean of the parts' batch-norm statistics. Random numbers follow from (seed, epoch, chunk). Collective: call on every
-        rank.
+        `function` gets sample numbers and returns metrics with one value per sample, or one number for all of them. If it
+        also returns "weight", means are weighted by it. The model is in evaluation mode, with the mean of the parts'
+        batch-norm statistics. Random numbers follow from (seed, epoch, chunk). Collective: call on every rank.
         """
         chunks, rows = Chunks(samples, batch, self.world), []
         modes = [(module, module.training) for module in self.model.modules()]
@@ -203,9 +204,8 @@ class Parts:
             values = function(torch.from_numpy(chunk))
             names = names or tuple(values)
             check_names(tuple(values), names)
-            if any(value.shape != (len(chunk),) for value in values.values()):
-                raise UsageError(f"evaluate needs one value per sample and metric: tensors of shape ({len(chunk)},)")
-            rows.append(torch.stack([values[name].float() for name in names]))
+            check_shapes(values, len(chunk), "the function given to evaluate returned")
+            rows.append(lay_out(values, names, len(chunk)))
         for module, training in modes:
             module.training = training
         return mean_over_workers(chunks, names, rows)
@@ -283,7 +283,8 @@ class Step:
                 " call part.backward(loss) once for each"
             )
         self._reduced = True
-        return dict(zip(self._names, self.team.engine.reduce(), strict=False))
+        names = [name for name in self._names if name != "weight"]
+        return dict(zip(names, self.team.engine.reduce(), strict=False))
 
     def count_backward(self, part: "Part") -> None:
         """Raise a UsageError unless this is the current part's first backward."""
@@ -319,20 +320,22 @@ class Part:
         """Numbers of the samples to train on."""
         return torch.from_numpy(self.item.samples)
 
-    def backward(self, loss: Tensor, **metrics: Tensor) -> None:
+    def backward(self, loss: Tensor, *, weight: Tensor | None = None, **metrics: Tensor) -> None:
         """Add the gradient of this part's mean loss.
 
-        The loss and the metrics are means over the part, or have one value per sample.
+        The loss and the metrics are means over the part, or have one value per sample. With `weight` (one number that belongs
+        to the mean, such as its number of tokens, or one per sample) the step follows the mean weighted by it.
         """
-        names = ("loss", *sorted(metrics))
+        names, values = ("loss", *sorted(metrics)), {"loss": loss, **metrics}
         if len(names) > MOST_METRICS:
             raise UsageError(f"a part reported {len(names)} metrics: at most {MOST_METRICS} can be combined")
-        self.step.name_metrics(names)
+        if weight is not None:
+            check_shapes({**values, "weight": weight}, len(self.item.samples), "part.backward got")
+        self.step.name_metrics(names if weight is None else (*names, "weight"))
         self.step.count_backward(self)
 
         def work(share: float) -> tuple[Tensor, Tensor]:
-            means = torch.stack([{"loss": loss, **metrics}[name].detach().float().mean() for name in names])
-            return loss.mean() * share, means * share
+            return weigh(values, names, weight, share, len(self.item.samples))
 
         self.run(work)
 

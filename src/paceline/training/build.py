@@ -1,5 +1,6 @@
 """Build a run: data, model, optimizer, loaders and contract. All that each worker needs before the first step."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
@@ -46,21 +47,29 @@ _INIT = 0x1217  # keeps the numbers that make models apart from those of step 0
 _SAME_MODEL = "the task must make the same model in every worker; torch, numpy and random are seeded before it is called"
 
 
+@dataclass(frozen=True)
+class ValidationSet:
+    """Data to validate on."""
+
+    loader: Loader
+    samples: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One worker's side of a run, before the first step."""
 
+    task: Task
     config: Config
     world: World
     parts: Parts
     forward: Forward
     update: Update
     train: Loader
-    validation: Loader | None
-    """None: the task has no validation data."""
-    validation_samples: int
+    validation_sets: Mapping[str, ValidationSet]
+    """The main one first; empty if the task has no validation data."""
     data_sha256: str
-    """Of both data sets. A resumed run must find the same."""
+    """Of all data sets. A resumed run must find the same."""
     contract: Contract
     notes: tuple[str, ...] = ()
     """What to tell the user before the first step."""
@@ -78,7 +87,7 @@ class Run:
             loader.close()
 
     def _loaders(self) -> list[Loader]:
-        return [loader for loader in (self.train, self.validation) if loader is not None]
+        return [self.train, *(each.loader for each in self.validation_sets.values())]
 
     @property
     def model(self) -> nn.Module:
@@ -138,7 +147,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
             data, config.loader, task.prepare, world.device, config.loader_workers, config.seed, world.node_cores
         )
 
-    loader, validation_samples = load(train), 0 if validation is None else count_samples(validation)
+    loader = load(train)
     if suits_channels_last(model, config, sampler.global_batch // sampler.parts):
         notes += _lay_out_channels_last(model, trial)
     optimizer, more = make_task_optimizer(task, model, config)
@@ -167,7 +176,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "data": getattr(train, "about", "") or f"{type(train).__name__} of {plural(count_samples(train), 'sample')}",
         "train_samples": count_samples(train),
-        "validation_samples": validation_samples,
+        "validation_samples": sum(count_samples(data) for data in validation.values()),
         "loader": "on the device" if isinstance(loader, Resident) else "streamed",
         "parts": grouping.why,
         "augmentation": _describe_augmentation(task, config, train),
@@ -176,14 +185,14 @@ def _build(task: Task, config: Config, world: World) -> Run:
         **({"schedule": rates.words} if config.schedule == OWN else {}),
     }
     return Run(
+        task=task,
         config=config,
         world=world,
         parts=parts,
         forward=Forward(model, task.objective, loader, config.precision),
         update=Update(model, optimizer, rates, config, parts.engine.noise),
         train=loader,
-        validation=None if validation is None else load(validation),
-        validation_samples=validation_samples,
+        validation_sets={name: ValidationSet(load(data), count_samples(data)) for name, data in validation.items()},
         data_sha256=data_sha256,
         contract=make_contract(config, world, sampler, rates.schedule, about),
         notes=notes,

@@ -29,9 +29,10 @@ from paceline.dist.process import die_with_parent
 from paceline.dist.world import World
 from paceline.errors import UsageError, WorkersDisagree
 from paceline.output import plural
-from paceline.training.task import Task
+from paceline.training.task import Task, validation_sources
 from paceline.training.task_fields import Data, check_data, check_length, is_factory
 
+_TRAIN = "train"
 _DATA = 0xDA7A  # separates the random numbers that make data from those of step 0
 _SAME_DATA = "the task must make the same data in every worker"
 _CAUSES = (
@@ -44,8 +45,9 @@ _MOST_WORDS = 1 << 24  # of 8 bytes, compared per array: 128 MiB take 50 ms, all
 _BLOCK = 512  # words compared together: a page of memory, so that a mapped file is not read as a whole
 
 
-def load_data(task: Task, config: Config, world: World) -> tuple[Data, Data | None, str]:
-    """Load both data sets and hash them. The first worker of a node goes first: it may have to download for the others.
+def load_data(task: Task, config: Config, world: World) -> tuple[Data, dict[str, Data], str]:
+    """Load the training data, and the validation data by name, and hash them. The first worker of a node goes first: it may
+    have to download for the others.
 
     Raises WorkersDisagree if workers see different data. Collective: call on every rank.
     """
@@ -55,13 +57,10 @@ def load_data(task: Task, config: Config, world: World) -> tuple[Data, Data | No
     if world.local_rank != 0:
         made = _make(task, config)
     # Checked only now, so that all workers have the same error: a worker still at the barrier would only lose contact.
-    train, validation = (_check(task, field, data) for field, data in zip(("train", "validation"), made, strict=True))
-    assert train is not None
-    digest = hashlib.sha256()
-    for data, which in ((train, "training"), (validation, "validation")):
-        if data is None:
-            continue
-        facts = _facts(data)
+    checked = {field: _check(task, field, data) for field, data in made.items()}
+    train, digest = checked[_TRAIN], hashlib.sha256()
+    for field, data in checked.items():
+        which, facts = _which(field), _facts(data)
         check_agreement(facts, world, f"about the {which} data", _SAME_DATA)
         digest.update(fingerprints(facts.values()).numpy().tobytes())
         if not isinstance(data, Arrays):
@@ -73,13 +72,14 @@ def load_data(task: Task, config: Config, world: World) -> tuple[Data, Data | No
             has = plural(count_samples(train), "training sample")
             raise UsageError(f"--train-samples is {config.train_samples}: task {task.name} has {has}")
         train = train.first(config.train_samples)
-    for data, which in ((train, "training"), (validation, "validation")):
-        if data is not None and not count_samples(data):
+    for field, data in {**checked, _TRAIN: train}.items():
+        if not count_samples(data):
             raise UsageError(
-                f"task {task.name}: its {which} data is empty, {name_type(data)} of 0 samples: check for a wrong folder, or a"
-                " filter that removes everything"
+                f"task {task.name}: its {_which(field)} data is empty, {name_type(data)} of 0 samples: check for a wrong"
+                " folder, or a filter that removes everything"
             )
-    return train, validation, digest.hexdigest()
+    names = list(validation_sources(task))
+    return train, {name: checked[_field(task, name)] for name in names}, digest.hexdigest()
 
 
 def count_samples(data: Data) -> int:
@@ -87,19 +87,27 @@ def count_samples(data: Data) -> int:
     return len(cast(Any, data))
 
 
-def _make(task: Task, config: Config) -> tuple[Any, Any]:
-    """Make both data sets, seeded: data made at random is the same on every worker."""
-    made = []
-    for number, source in enumerate((task.train, task.validation)):
+def _make(task: Task, config: Config) -> dict[str, Any]:
+    """Make all data sets, by field, seeded: data made at random is the same on every worker."""
+    sources = {_TRAIN: task.train, **{_field(task, name): source for name, source in validation_sources(task).items()}}
+    made = {}
+    for number, (field, source) in enumerate(sources.items()):
         seed_sample(key(config.seed, _DATA, number))
-        made.append(cast(Callable[[], Any], source)() if is_factory(source) else source)
-    return made[0], made[1]
+        made[field] = cast(Callable[[], Any], source)() if is_factory(source) else source
+    return made
 
 
-def _check(task: Task, field: str, made: Any) -> Data | None:
-    """Data that can be loaded, or None for a task without validation."""
-    if field == "validation" and task.validation is None:
-        return None
+def _field(task: Task, name: str) -> str:
+    """What to call a validation set in messages."""
+    return f"validation set {name!r}" if isinstance(task.validation, Mapping) else "validation"
+
+
+def _which(field: str) -> str:
+    return "training" if field == _TRAIN else field
+
+
+def _check(task: Task, field: str, made: Any) -> Data:
+    """Data that can be loaded."""
     data = check_data(task.name, field, made)
     check_length(task.name, field, data)
     return data

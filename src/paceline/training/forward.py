@@ -1,17 +1,24 @@
 """The forward pass: from a pass's inputs to its loss and metrics."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.core.carrier import MOST_METRICS
+from paceline.core.carrier import MOST_METRICS, WEIGHT
 from paceline.core.deal import Pass
+from paceline.core.engine import weigh
+from paceline.core.shapes import check_shapes
 from paceline.data.conversion import name_type
 from paceline.data.loaders import Batch, Inputs, Loader, tensors_in
 from paceline.errors import UsageError, first_line
 from paceline.records import ROW_FIELDS
 from paceline.training.task import Objective
+
+SPECIAL = "weight", "outputs"
+"""Keys of the objective's dict that are not metrics."""
 
 
 class Forward:
@@ -22,6 +29,8 @@ class Forward:
         self._device, self._bf16 = next(model.parameters()).device, precision == "bf16"
         self.names: tuple[str, ...] = ()
         """The objective's metrics in training, loss first: known after the first pass."""
+        self.weighted = False
+        """They are means by a weight of the objective's own."""
 
     def autocast(self) -> torch.autocast:
         """bf16 where it is on; weights, gradients and optimizer state stay fp32."""
@@ -32,7 +41,7 @@ class Forward:
         return self._make(given)
 
     def values(self, batch: Batch, item: Pass) -> dict[str, Tensor]:
-        """The objective's values, one per sample."""
+        """The objective's values."""
         with self.autocast():
             try:
                 return self.objective(self.model, batch)
@@ -61,44 +70,61 @@ class Forward:
             f" {kinds[1]}, or the model to {kinds[0]}"
         )
 
-    def weighted(self, given: Inputs, share: float) -> tuple[Tensor, Tensor]:
+    def run_pass(self, given: Inputs, share: float, samples: int) -> tuple[Tensor, Tensor]:
         """From inputs to loss and metrics, times the share; with nothing that only the first pass needs: it can be compiled."""
         with self.autocast():
             values = self.objective(self.model, self._make(given))
-        return self.weigh(values, share)
+        return weigh(values, self.names, values.get("weight"), share, samples)
 
-    def weigh(self, values: dict[str, Tensor], share: float) -> tuple[Tensor, Tensor]:
-        """The mean loss, and the vector of the metrics' means, both times the share."""
-        means = torch.stack([values[name].detach().float().mean() for name in self.names])
-        return values["loss"].mean() * share, means * share
+    def weigh(self, values: dict[str, Tensor], share: float, samples: int) -> tuple[Tensor, Tensor]:
+        """The loss of a pass, and the vector of its metrics, both times its share of the step. `samples`: of the pass."""
+        if self.weighted != ("weight" in values) or not values.keys() >= set(self.names):
+            raise _different(_reported(values), (*self.names, *(["weight"] if self.weighted else [])))
+        return weigh(values, self.names, values.get("weight"), share, samples)
+
+    def read(self, step: int, numbers: Sequence[float]) -> tuple[dict[str, float], float]:
+        """A step's metrics, and the mean weight of its samples (1 without weights), from what the step returned.
+
+        Raises a UsageError for a weight that cannot be: the same one on every worker, because all have the same numbers.
+        """
+        metrics = dict(zip(self.names, numbers, strict=False))
+        if not self.weighted:
+            return metrics, 1
+        weight = numbers[WEIGHT]
+        if not math.isfinite(weight) or weight < 0:
+            raise UsageError(
+                f"the task's objective returned a 'weight' in step {step + 1} that is negative or not finite: a weight must be"
+                " a number of 0 or more"
+            )
+        return metrics, weight
 
     def name_metrics(self, values: dict[str, Tensor], size: int) -> None:
         """Check the first pass's values, and take their names."""
-        self.names = check_values(values, size, self._device)
+        self.names, self.weighted = check_values(values, size, self._device), "weight" in values
 
 
 def check_values(values: Any, size: int, device: torch.device) -> tuple[str, ...]:
-    """The objective's metrics, loss first; a UsageError if they are not as a task promises."""
+    """The objective's metrics, loss first, without "weight" and "outputs"; a UsageError if one is not as a task promises."""
     if not isinstance(values, dict):
         hint = "; is a `return` missing?" if values is None else ""
         raise UsageError(
-            f"the task's objective returned {name_type(values)}: it must return a dict with one value per sample, such as"
+            f"the task's objective returned {name_type(values)}: it must return a dict of tensors, such as"
             f" {{'loss': F.cross_entropy(logits, labels, reduction='none')}}{hint}"
         )
     if "loss" not in values:
         found = ", ".join(repr(name) for name in values) or "nothing"
         raise UsageError(f"the task's objective returned a dict with {found}: it must have 'loss', the value to minimize")
-    if len(values) > MOST_METRICS:
-        raise UsageError(f"the task's objective returned {len(values)} metrics: it may return at most {MOST_METRICS}")
+    metrics = {name: value for name, value in values.items() if name not in SPECIAL}
+    if len(metrics) > MOST_METRICS:
+        raise UsageError(f"the task's objective returned {len(metrics)} metrics: it may return at most {MOST_METRICS}")
+    check_shapes({name: value for name, value in values.items() if name != "outputs"}, size, "the task's objective returned")
     for name, value in values.items():
+        if name == "outputs":
+            _check_outputs(value, size)
+            continue
         if not isinstance(name, str) or not name.isprintable() or name in ROW_FIELDS:
             taken = ", ".join(sorted(ROW_FIELDS))
             raise UsageError(f"the task's objective returned a metric named {name!r}: use plain text other than {taken}")
-        if not isinstance(value, Tensor) or value.shape != (size,):
-            raise UsageError(
-                f"the task's objective returned {name!r} as {_describe(value)}: it must hold one value per sample, a tensor of"
-                f" shape ({size},)" + _hint(value)
-            )
         if value.is_complex() or (name == "loss" and not value.is_floating_point()):
             kind = str(value.dtype).removeprefix("torch.")
             raise UsageError(
@@ -108,21 +134,33 @@ def check_values(values: Any, size: int, device: torch.device) -> tuple[str, ...
             raise UsageError(
                 f"the task's objective returned {name!r} on {value.device}: it must stay on the model's device, {device}"
             )
-    return ("loss", *sorted(name for name in values if name != "loss"))  # sorted: a set's order differs between processes
+    return ("loss", *sorted(name for name in metrics if name != "loss"))  # sorted: a set's order differs between processes
 
 
-def _describe(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else name_type(value)
+def _check_outputs(outputs: Any, size: int) -> None:
+    """Raise a UsageError unless this is a tensor, or a tuple or dict of tensors, with one row per sample."""
+    found = list(outputs.values() if isinstance(outputs, dict) else outputs if isinstance(outputs, tuple | list) else [outputs])
+    for value in found:
+        if not isinstance(value, Tensor):
+            raise UsageError(
+                f"the task's objective returned 'outputs' with {name_type(value)} in it: it must be a tensor, or a tuple or"
+                " dict of tensors"
+            )
+        if not value.dim() or len(value) != size:
+            raise UsageError(
+                f"the task's objective returned 'outputs' with a tensor of shape {tuple(value.shape)}: it must have one row per"
+                f" sample, and this batch has {size}"
+            )
+    if not found or (isinstance(outputs, dict) and not all(isinstance(name, str) for name in outputs)):
+        raise UsageError("the task's objective returned 'outputs' that is empty, or a dict whose keys are not text")
 
 
-def _hint(value: Any) -> str:
-    """How to get one value per sample from a mean, or from several values per sample."""
-    if not isinstance(value, Tensor):
-        return ""
-    return (
-        "; use reduction='none', or leave out .mean()"
-        if not value.dim()
-        else "; use .flatten(1).mean(1)"
-        if value.dim() > 1
-        else ""
+def _reported(values: dict[str, Tensor]) -> tuple[str, ...]:
+    return tuple(name for name in values if name != "outputs")
+
+
+def _different(found: Sequence[str], expected: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"the task's objective returned {', '.join(found)} for one batch, and {', '.join(expected)} for another: return the"
+        " same metrics each time"
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from paceline.core.carrier import PAYLOAD
 from paceline.core.deal import Pass
+from paceline.core.engine import divide_by_weight
 from paceline.core.exact_sum import Workers
 from paceline.core.parts import Step
 from paceline.core.schedules import Schedule
@@ -79,7 +80,8 @@ class LocalSteps:
         plain.enter("reduce")
         if self._world.size > 1:
             dist.all_reduce(table)  # every row comes from one worker: adding zeros is exact
-        return _add_up(list(table))
+        out = _add_up(list(table))
+        return divide_by_weight(out, ()) if plain.forward.weighted else out
 
     def _announce(self) -> None:
         if self._said:
@@ -93,6 +95,7 @@ class LocalSteps:
     def _train(self, passes: list[Pass], inputs: Iterator[Inputs], row: Tensor, step_samples: int) -> None:
         """One step of one part, whose weights are in the model. Its metrics go into its row."""
         plain, samples = self._step, sum(len(item.samples) for item in passes)
+        own = torch.zeros_like(row)
         for item in passes:
             plain.enter("data")
             given = next(inputs)
@@ -100,9 +103,12 @@ class LocalSteps:
             plain.parts.statistics.use(item)
             values = plain.values(given, item)
             plain.enter("backward")
-            loss, means = plain.forward.weigh(values, 1.0)
+            loss, means = plain.forward.weigh(values, 1.0, len(item.samples))
             (loss * (len(item.samples) / samples)).backward()  # type: ignore[no-untyped-call]
             row[: len(means)] += means * (len(item.samples) / step_samples)
+            own[: len(means)] += means * (len(item.samples) / samples)
+        if plain.forward.weighted:
+            divide_by_weight(own, [parameter.grad for parameter in self._trained()])
         plain.enter("update")
         plain.update(averages=False)  # the averaged weights take in the mean over all parts, not one part's weights
 

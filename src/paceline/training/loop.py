@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.core.carrier import MOST_METRICS, PAYLOAD
+from paceline.core.carrier import PAYLOAD, REQUESTS
 from paceline.core.determinism import deterministic
 from paceline.core.noise import adascale_gain, noise_scale
 from paceline.core.parts import Step
@@ -132,9 +132,9 @@ class _Fit:
             stages.enter("capturing the step as a CUDA graph")
         captured = capture(run, self.step, progress.step, self._say)
         executor = with_local_steps(self.step, captured, run.local_from, run.config.local_steps, self._say)
-        validation = Validation(run, self.step, captured) if run.validation is not None else None
+        validation = Validation(run, self.step, captured) if run.validation_sets else None
         if validation is not None:
-            validation.check_target()
+            validation.check()
         averaged = Averaged(run, self.step) if run.update.ema is not None else None
         if run.config.profile:
             self.profile = Profile(run, self.clock, progress.step, isinstance(captured, CapturedStep))
@@ -298,13 +298,13 @@ class _Fit:
         """Pass on the steps whose numbers have arrived. A loss that is not finite ends the run here, on all workers at once."""
         run, progress = self.run, self.progress
         for step, values in arrived:
-            metrics = dict(zip(run.forward.names, values, strict=False))
-            save, stop = values[MOST_METRICS:PAYLOAD]
+            metrics, weight = run.forward.read(step, values)
+            save, stop = values[PAYLOAD - REQUESTS : PAYLOAD]
             self.save_requested |= save > 0
             self.stop_requested |= stop > 0
             self._check_finite(metrics["loss"], step, epoch)
             first, bounds = step - epoch * run.sampler.steps, run.sampler.step_bounds
-            progress.means.add(metrics, int(bounds[first + 1] - bounds[first]))
+            progress.means.add(metrics, int(bounds[first + 1] - bounds[first]) * weight)
             progress.last_loss = metrics["loss"]
             if progress.first_loss is None:
                 progress.first_loss = metrics["loss"]

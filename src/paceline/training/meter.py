@@ -16,16 +16,17 @@ class EpochMeans:
     """Means over an epoch's samples so far. A checkpoint holds them, so that a resumed run has the same ones."""
 
     sums: dict[str, float] = field(default_factory=dict)
-    samples: int = 0
+    samples: float = 0
+    """Their number, or the sum of their weights."""
 
-    def add(self, metrics: Mapping[str, float], samples: int) -> None:
-        """Add a step's means, which are over this many samples."""
+    def add(self, metrics: Mapping[str, float], samples: float) -> None:
+        """Add a step's means, which are over this many samples, or over samples of this weight."""
         self.sums = {name: self.sums.get(name, 0.0) + samples * value for name, value in metrics.items()}
         self.samples += samples
 
     def read(self) -> dict[str, float]:
         """The means; empty before the first step."""
-        return {name: total / self.samples for name, total in self.sums.items()}
+        return {name: total / self.samples if self.samples else 0.0 for name, total in self.sums.items()}
 
 
 class Meter:

@@ -21,8 +21,8 @@ from paceline.training.task_checks import TaskChecks
 from paceline.training.timing.clock import Clock
 from paceline.training.update import Update
 
-Weighted = Callable[[Inputs, float], tuple[Tensor, Tensor]]
-"""`Forward.weighted`, or its compiled form."""
+Weighted = Callable[[Inputs, float, int], tuple[Tensor, Tensor]]
+"""`Forward.run_pass`, or its compiled form."""
 Mark = Callable[[int, str], None]
 """Called with the step and the phase that this worker enters."""
 Requests = tuple[bool, bool]
@@ -81,7 +81,7 @@ class TrainStep:
         self.parts.engine.request(requests)
 
     def run(self, step: Step, inputs: Iterator[Inputs], weighted: Weighted | None = None) -> Tensor:
-        """All passes, the reduction and the update. `weighted` may be a compiled `Forward.weighted`."""
+        """All passes, the reduction and the update. `weighted` may be a compiled `Forward.run_pass`."""
         for part in step.parts():
             self.enter("data")
             given = next(inputs)
@@ -116,7 +116,8 @@ class TrainStep:
         return self.checks(batch, item) if self.checks.left else self.forward.values(batch, item)
 
     def _work(self, part: Part, given: Inputs, weighted: Weighted | None, share: float) -> tuple[Tensor, Tensor]:
-        out = weighted(given, share) if weighted else self.forward.weigh(self.values(given, part.item), share)
+        samples = len(part.item.samples)
+        out = weighted(given, share, samples) if weighted else self.forward.weigh(self.values(given, part.item), share, samples)
         self.enter("backward")
         return out
 
@@ -127,5 +128,6 @@ class TrainStep:
         values = self.forward.values(self.forward.make(given), item)
         if self.checks.left:
             self.forward.name_metrics(values, len(item.samples))
-        self._sam.climb(values["loss"].mean())
+        loss, _ = self.forward.weigh(values, 1.0, len(item.samples))
+        self._sam.climb(loss)  # its length does not matter, so a weighted sum is as good as a mean
         return self.parts.statistics.aside()

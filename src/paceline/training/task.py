@@ -17,7 +17,7 @@ from paceline.training import task_fields
 from paceline.training.task_fields import Source
 
 Objective = Callable[[nn.Module, Batch], dict[str, Tensor]]
-"""(model, batch) -> {"loss": one value per sample, any other metric: one value per sample}."""
+"""(model, batch) -> {"loss": ..., any other metric: ..., "weight": optional, "outputs": optional}: see `Task.objective`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,23 @@ class Task:
     train: Source
     """The training data: `Arrays` or a map-style Dataset, or a function that makes it. The function is called once in every
     worker; the first worker of each node calls it before the others."""
-    validation: Source | None = None
-    """The validation data, or a function that makes it. None: the run has no validation, and its result no metrics."""
+    validation: Source | Mapping[str, Source] | None = None
+    """The validation data, or a function that makes it. A dict of several by name: the first is the main one, and metrics of
+    the others are called "NAME/loss". None: the run has no validation, and its result no metrics."""
     objective: Objective
-    """Calls the model on a batch and returns a dict of tensors with one value per sample. The mean of "loss" over the step is
-    minimized; everything else is averaged and reported. One value per sample is what makes the last step of an epoch and
-    validation exact. `model` is the one that the task made: call it, or any of its layers. Training and validation may report
-    different metrics. On a GPU a step is recorded once and replayed (`--fast`): Python code in here then does not run again."""
+    """Calls the model on a batch and returns a dict of tensors. The mean of "loss" over the step is minimized; everything else
+    is averaged and reported. A value has one number per sample, or is one number for the batch, which counts for each of its
+    samples. With "weight" (one number per sample, or one that belongs to means over the batch, such as their number of tokens)
+    all means are weighted by it, over the whole step and over the whole validation set. "outputs" is for `metrics`.
+
+    `model` is the one that the task made: call it, or any of its layers. Training and validation may report different metrics.
+    On a GPU a step is recorded once and replayed (`--fast`): Python code in here then does not run again."""
+    validation_objective: Objective | None = None
+    """Another objective for validation. None: the same one."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Metrics of the whole validation set, by name. A function gets the objective's "outputs" of all samples (a tuple as
+    positional arguments, a dict as keyword arguments) and returns a number. An object with update, compute and reset, such as
+    those of torchmetrics, is fed in sample order. Both run on rank 0's CPU."""
     model: Callable[[], nn.Module] | None = None
     """Makes the model, randomly initialized: a function or a class. A model that exists already is refused: its weights were
     drawn before `--seed` was set, and a second run would start from trained weights. None: `--model` builds it (images of
@@ -69,9 +79,13 @@ class Task:
     def __post_init__(self) -> None:
         task_fields.check_texts(self.name, self.unit, self.classes)
         task_fields.check_source(self.name, "train", self.train)
-        if self.validation is not None:
-            task_fields.check_source(self.name, "validation", self.validation)
+        validates = bool(task_fields.check_validation(self.name, self.validation))
         task_fields.check_objective(self.name, self.objective, classify)
+        if self.validation_objective is not None:
+            if not validates:
+                raise UsageError(f"task {self.name}: validation_objective needs validation data: give validation=...")
+            task_fields.check_objective(self.name, self.validation_objective, classify, "validation_objective")
+        object.__setattr__(self, "metrics", task_fields.check_metrics(self.name, self.metrics, validates))
         task_fields.check_model(self.name, self.model)
         task_fields.check_prepare(self.name, self.prepare)
         task_fields.check_optimizer(self.name, self.optimizer)
@@ -110,6 +124,17 @@ def classify(label_smoothing: float = 0.0) -> Objective:
             raise (SampleError(f"classify() {why}") if why else error) from None
 
     return objective
+
+
+def validation_sources(task: Task) -> dict[str, Source]:
+    """The validation data of a task by name, the main one first; empty without validation."""
+    return task_fields.check_validation(task.name, task.validation)
+
+
+def is_classify(objective: Objective) -> bool:
+    """Whether `classify` made this objective."""
+    made = getattr(objective, "__module__", ""), getattr(objective, "__qualname__", "")
+    return made == (__name__, "classify.<locals>.objective")
 
 
 def _describe(value: Any) -> str:

@@ -88,18 +88,21 @@ class TaskChecks:
     def _first(self, batch: Batch, item: Pass) -> dict[str, Tensor]:
         parts, forward, several = self._parts, self._forward, self._parts.virtual_workers > 1
         # In exact mode passes do not depend on the number of workers. A norm over the whole step has no parts to compare.
+        # A loss that is one number for all parts cannot be compared either: `_loss_alone` then has no dimension.
         together = len(item.parts) > 1 and not parts.exact and not parts.statistics.over_workers
         alone = self._loss_alone(batch, item) if together else None
         buffers, random = self._look()
         values = forward.values(batch, item)
         forward.name_metrics(values, len(item.samples))
-        names = {"names": torch.tensor([*"\n".join(forward.names).encode()], device=parts.world.device)}
+        reported = (*forward.names, *(["weight"] if forward.weighted else []))
+        names = {"names": torch.tensor([*"\n".join(reported).encode()], device=parts.world.device)}
         check_agreement(names, parts.world, "about the metrics", "the objective must report the same ones on every worker")
         if not values["loss"].requires_grad:
             raise UsageError(
                 "the objective's loss does not depend on any trainable parameter, so nothing would be learned: look for"
                 " .detach(), torch.no_grad() or requires_grad=False between the parameters and the loss"
             )
+        self._check_scalar(values, item)
         buffers_after, random_after = self._look()
         self.random = random != random_after
         changed = next((name for name, seen in buffers_after.items() if seen != buffers.get(name)), None)
@@ -118,12 +121,24 @@ class TaskChecks:
                 f"the model draws random numbers while {len(item.parts)} parts run together, so which ones a part gets depends"
                 " on the number of workers; --parts-at-once 1 keys them by part"
             )
-        elif alone is not None and not close(values["loss"].detach()[:: len(item.parts)], alone):
+        elif alone is not None and alone.dim() and not close(values["loss"].detach()[:: len(item.parts)], alone):
             raise UsageError(
                 f"a part's loss changes when {len(item.parts) - 1} other parts share its pass: the model or the objective mixes"
                 " the samples of a batch; use --parts-at-once 1"
             )
         return values
+
+    def _check_scalar(self, values: dict[str, Tensor], item: Pass) -> None:
+        """Check the weights, and say so if a loss that is one number per batch covers parts of several virtual workers."""
+        if self._forward.weighted and not bool((values["weight"] >= 0).all()):  # later passes: see `Forward.read`
+            raise UsageError(
+                "the task's objective returned a 'weight' that is negative or nan: a weight must be a number of 0 or more"
+            )
+        if not values["loss"].dim() and len(item.parts) > 1 and not self._forward.weighted and not self._parts.exact:
+            self._say(
+                f"the loss is one number for a batch of {len(item.parts)} parts: unless it is a mean over samples, the model"
+                " depends on the number of workers; return one value per sample, or a 'weight'"
+            )
 
     def _look(self) -> tuple[dict[str, tuple[int, int]], bytes]:
         """What a forward pass may change that parts share: buffers, and random numbers."""

@@ -29,7 +29,7 @@ Source = Callable[[], Data] | Data
 _MEANT = {
     **dict.fromkeys(("data", "dataset", "train_set", "training_data"), "train"),
     **dict.fromkeys(("val", "valid", "dev", "test", "eval", "val_data", "test_data"), "validation"),
-    **dict.fromkeys(("loss", "loss_fn", "criterion", "metrics"), "objective"),
+    **dict.fromkeys(("loss", "loss_fn", "criterion"), "objective"),
     **dict.fromkeys(("net", "network", "module"), "model"),
     **dict.fromkeys(("transform", "transforms", "augment", "preprocess"), "prepare"),
     **dict.fromkeys(("config", "options", "hparams"), "defaults"),
@@ -98,19 +98,59 @@ def check_source(name: str, field: str, given: Any) -> None:
         check_data(name, field, given)
 
 
-def check_objective(name: str, objective: Any, classify: Any) -> None:
+def check_objective(name: str, objective: Any, classify: Any, field: str = "objective") -> None:
     """A function of (model, batch)."""
-    fix = "def objective(model, batch): return {'loss': one value per sample}"
+    fix = f"def {field}(model, batch): return {{'loss': one value per sample}}"
     if objective is classify:
-        raise UsageError(f"task {name}: objective=classify is not called: write objective=classify()")
+        raise UsageError(f"task {name}: {field}=classify is not called: write {field}=classify()")
     module = getattr(objective, "__module__", "") or ""
     if module.startswith("torch."):  # a loss function, its class, or a module of it: all are called with (outputs, targets)
         shown = getattr(objective, "__name__", type(objective).__name__)
         raise UsageError(
-            f"task {name}: objective is torch's {shown}: an objective gets (model, batch) and returns a dict; use classify()"
+            f"task {name}: {field} is torch's {shown}: an objective gets (model, batch) and returns a dict; use classify()"
             f" for cross-entropy, or write {fix}"
         )
-    _check_call(name, "objective", objective, ("model", "batch"), fix)
+    _check_call(name, field, objective, ("model", "batch"), fix)
+
+
+def check_validation(name: str, given: Any) -> dict[str, Source]:
+    """Validation data, or a dict of several by name: by name, the main one first. The name of a single one is "validation"."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        check_source(name, "validation", given)
+        return {"validation": given}
+    if not given:
+        raise UsageError(f"task {name}: validation is an empty dict: give {{'test': data}}, or None for no validation")
+    for key, source in given.items():
+        if not isinstance(key, str):
+            raise UsageError(
+                f"task {name}: validation has the key {short(repr(key))}: keys name the sets, as in {{'test': data}}"
+            )
+        check_name(f"task {name}: the name of a validation set", key)
+        check_source(name, f"validation set {key!r}", source)
+    return dict(given)
+
+
+def check_metrics(name: str, metrics: Any, validates: bool) -> dict[str, Any]:
+    """Metrics of the whole validation set, by name: functions, or objects with update, compute and reset."""
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"task {name}: metrics is {name_type(metrics)}: it must be a dict, as in {{'f1': F1Score(...)}}")
+    for key, metric in metrics.items():
+        what = f"task {name}: metrics[{short(repr(key))}]"
+        if not isinstance(key, str) or not key or not key.isprintable() or "/" in key:
+            raise UsageError(f"{what}: the name of a metric must be plain text without a slash")
+        if isinstance(metric, type):
+            raise UsageError(f"{what} is {name_type(metric)}: give an object, as in {metric.__name__}(...)")
+        methods = [each for each in ("update", "compute", "reset") if callable(getattr(metric, each, None))]
+        if not callable(metric) and len(methods) < 3:
+            raise UsageError(
+                f"{what} is {name_type(metric)}: it must be a function of the outputs, or an object with update, compute and"
+                " reset"
+            )
+    if metrics and not validates:
+        raise UsageError(f"task {name}: metrics are computed from validation data, and the task has none: give validation=...")
+    return dict(metrics)
 
 
 def check_prepare(name: str, prepare: Any) -> None:

@@ -20,7 +20,7 @@ from paceline.data.augment import Images
 from paceline.data.loaders import Arrays, Batch, make_loader, tensors_in
 from paceline.dist.world import World
 from paceline.errors import first_line
-from paceline.training.task import Task
+from paceline.training.task import Task, is_classify
 from paceline.training.task_checks import every
 
 _KEY = 0x7217  # keeps the random numbers of trials apart from those of training
@@ -62,16 +62,20 @@ class Trial:
 
     @torch.no_grad()
     def try_model(self, model: nn.Module) -> str:
-        """Why a user's own model needs parts in turn: it draws random numbers. "" if it does not."""
-        if self.task.model is None:
+        """Why the task needs parts in turn: the user's own model draws random numbers, or the loss is one number per batch.
+        "" if neither.
+        """
+        if self.task.model is None and is_classify(self.task.objective):
             return ""
         kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
         try:
             with self._batches([self.sampler.order(0)[: self.sampler.global_batch // self.sampler.parts]]) as (batch,):
                 self._seed()
                 before = random_state(self.world.device)
-                self.task.objective(model, batch)
-                return "" if random_state(self.world.device) == before else "the model draws random numbers"
+                loss = self.task.objective(model, batch)["loss"]
+                if random_state(self.world.device) != before:
+                    return "the model draws random numbers"
+                return "" if loss.dim() else "the loss is one number per batch"
         except Exception as error:
             return f"the model failed in a trial ({first_line(error)})"
         finally:

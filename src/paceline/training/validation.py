@@ -1,4 +1,6 @@
-"""Exact validation (law 4), and validation of averaged weights.
+"""Exact validation (law 4) on one or more sets, and validation of averaged weights.
+
+The first set is the main one. Metrics of the others have their set's name in front: "shifted/loss".
 
 Random numbers that a model draws in validation are keyed by (seed, epoch, chunk).
 
@@ -9,6 +11,7 @@ exact way: over fixed chunks of training samples, with one table row per chunk.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,14 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from paceline.core.exact_mean import Chunks, check_names, mean_over_workers
+from paceline.core.exact_mean import Chunks, check_names, lay_out, mean_over_workers
+from paceline.core.in_order import gather_in_order
 from paceline.core.keys import key, seed_all
-from paceline.data.loaders import Inputs
+from paceline.data.loaders import Inputs, map_tensors
 from paceline.errors import UsageError
-from paceline.training.build import Run
+from paceline.training.build import Run, ValidationSet
 from paceline.training.capture.captured import CapturedStep
 from paceline.training.capture.graph import Graph, compiler, find_obstacle
 from paceline.training.forward import check_values
+from paceline.training.metrics import WholeSet
 from paceline.training.step import Executor, TrainStep
 
 _SAMPLES, _CHUNKS = 8192, 256  # at most, of the training data: for the batch-norm statistics of averaged weights
@@ -31,19 +36,12 @@ _STATISTICS, _CHUNK = 0x57A7, 0xE7A1  # keep the random numbers of these passes 
 
 
 class Validation:
-    """The validation of one run. Call it for the mean of each metric over all samples."""
+    """The validation of one run. Call it for the mean of each metric over all samples, and the task's metrics of whole sets."""
 
     def __init__(self, run: Run, step: TrainStep, executor: Executor) -> None:
         """Captured as a CUDA graph if the run's steps are, and compiled if they are."""
-        assert run.validation is not None
-        self._run, self._step, self._loader = run, step, run.validation
-        self._size = run.config.eval_batch or (1000 if run.world.device.type == "cuda" else 250)
-        self._chunks = Chunks(run.validation_samples, self._size, run.world)
-        self._names: tuple[str, ...] = ()
-        """The objective's metrics in validation, loss first; training may report others."""
-        self._graph: Graph | None = None
-        if isinstance(executor, CapturedStep) and self._chunks.mine:
-            self._graph = self._record(executor.compiled)
+        self._run = run
+        self._sets = {name: _Set(run, step, data, executor) for name, data in run.validation_sets.items()}
 
     @torch.no_grad()
     def __call__(self, epoch: int, tell: Callable[[int, int], None] = lambda done, total: None) -> dict[str, float]:
@@ -51,72 +49,137 @@ class Validation:
 
         `tell` is called with the number of chunks that this worker has started, and their total. On a GPU they may be queued.
         """
-        run, step, chunks = self._run, self._step, self._chunks
-        was_training, rows = run.model.training, []
+        run, found = self._run, dict[str, float]()
+        total, done = sum(one.count for one in self._sets.values()), 0
+        was_training = run.model.training
         run.model.eval()
-
-        def seed(i: int) -> None:
-            seed_all(key(run.config.seed, _CHUNK, epoch, chunks.numbers[i]), run.world.device)
-
-        step.mark("validation")  # before the first chunk is loaded: a loader may hang
-        for number, (chunk, inputs) in enumerate(
-            zip(chunks.mine, self._loader.inputs(chunks.mine, None, seed), strict=True), start=1
-        ):
-            step.mark("validation")
-            tell(number, len(chunks.mine))
-            given = [inputs]
-            replays = self._graph is not None and self._graph.fits(given)
-            rows.append(self._graph(given).clone() if self._graph and replays else self._rows(given, len(chunk)))
+        for number, (name, one) in enumerate(self._sets.items()):
+            metrics = one.evaluate(epoch, lambda chunk, before=done: tell(before + chunk, total))  # type: ignore[misc]
+            found |= {f"{name}/{key}": value for key, value in metrics.items()} if number else metrics
+            done += one.count
         run.model.train(was_training)
-        step.mark("reduce")
-        return mean_over_workers(chunks, self._names, rows)
+        return found
 
-    @torch.no_grad()
-    def check_target(self) -> None:
-        """Raise a UsageError if `--target-accuracy` cannot be measured: before the first step, not after the first epoch.
-
-        Every worker looks at the first chunk, so that all have the same error.
+    def check(self) -> None:
+        """Raise a UsageError if `--target-accuracy` or the task's metrics cannot be measured: before the first step, not after
+        the first epoch.
         """
-        if not self._run.config.target_accuracy:
+        config, metrics = self._run.config, self._run.task.metrics
+        if not config.target_accuracy and not metrics:
             return
-        chunk = np.arange(min(self._size, self._run.validation_samples))
-        model = self._run.model.eval()
-        for inputs in self._loader.inputs([chunk], None):
-            self._rows([inputs], len(chunk))
-        model.train()
-        if "accuracy" not in self._names:
+        main = next(iter(self._sets.values()))
+        names = (*main.try_first(), *metrics)
+        if config.target_accuracy and "accuracy" not in names:
             raise UsageError(
-                f"--target-accuracy: in validation this task's objective reports {', '.join(self._names)}, but no 'accuracy';"
+                f"--target-accuracy: in validation this task's objective reports {', '.join(names)}, but no 'accuracy';"
                 " add it to the dict that the objective returns, or leave --target-accuracy out"
             )
 
-    def _rows(self, given: list[Inputs], count: int) -> Tensor:
-        """One row per metric, one column per sample."""
+
+class _Set:
+    """One validation set."""
+
+    def __init__(self, run: Run, step: TrainStep, data: ValidationSet, executor: Executor) -> None:
+        self._run, self._step, self._loader = run, step, data.loader
+        self._objective = run.task.validation_objective or run.task.objective
+        size = run.config.eval_batch or (1000 if run.world.device.type == "cuda" else 250)
+        self._chunks = Chunks(data.samples, size, run.world)
+        self._whole = WholeSet(run.task.metrics) if run.task.metrics else None
+        self._names: tuple[str, ...] = ()
+        """The objective's metrics in validation, loss first, and "weight" if there is one; training may report others."""
+        self._graph: Graph | None = None
+        if isinstance(executor, CapturedStep) and self._chunks.mine:
+            self._graph = self._record(executor.compiled)
+
+    @property
+    def count(self) -> int:
+        """This worker's chunks."""
+        return len(self._chunks.mine)
+
+    def evaluate(self, epoch: int, tell: Callable[[int], None]) -> dict[str, float]:
+        """The metrics of this set. Collective: call on every rank."""
+        step, whole, rows = self._step, self._whole, list[Tensor]()
+        evaluated = self._evaluate(epoch, tell, rows)
+        step.mark("validation")  # before the first chunk is loaded: a loader may hang
+        if whole is None:
+            for _ in evaluated:
+                pass
+        else:
+            whole.begin()
+            for outputs in gather_in_order(self._chunks, evaluated):
+                step.mark("validation")
+                whole.feed(outputs)
+        step.mark("reduce")
+        means = mean_over_workers(self._chunks, self._names, rows)
+        return means if whole is None else {**means, **whole.finish(self._run.world, means)}
+
+    def _evaluate(self, epoch: int, tell: Callable[[int], None], rows: list[Tensor]) -> Iterator[Any]:
+        """Evaluate this worker's chunks; adds their rows, and yields their outputs."""
+        step, chunks, seed = self._step, self._chunks, self._run.config.seed
+
+        def seed_chunk(i: int) -> None:
+            seed_all(key(seed, _CHUNK, epoch, chunks.numbers[i]), self._run.world.device)
+
+        inputs = self._loader.inputs(chunks.mine, None, seed_chunk)
+        for number, (chunk, given) in enumerate(zip(chunks.mine, inputs, strict=True), start=1):
+            step.mark("validation")
+            tell(number)
+            row, outputs = self._replay([given]) or self._values([given], len(chunk))
+            rows.append(row)
+            if self._whole is not None:
+                step.mark("reduce")  # workers wait for each other to gather the outputs
+            yield outputs
+
+    def try_first(self) -> tuple[str, ...]:
+        """The names of the metrics, by a trial of the first chunk: on every worker, so that all have the same error."""
+        chunk = np.arange(min(self._chunks.size, self._chunks.samples))
+        model = self._run.model.eval()
+        with torch.no_grad():
+            for given in self._loader.inputs([chunk], None):
+                self._values([given], len(chunk))
+        model.train()
+        return tuple(name for name in self._names if name != "weight")
+
+    def _replay(self, given: list[Inputs]) -> tuple[Tensor, Any] | None:
+        """The same as `_values`, from the graph; None if it does not fit."""
+        if self._graph is None or not self._graph.fits(given):
+            return None
+        return cast(tuple[Tensor, Any], map_tensors(Tensor.clone, self._graph(given)))
+
+    def _values(self, given: list[Inputs], count: int) -> tuple[Tensor, Any]:
+        """The metrics, with one row per name and one column per sample; and the outputs, if they are needed."""
         forward = self._run.forward
         with forward.autocast():
-            values = forward.objective(forward.model, self._loader.make(given[0]))
+            values = self._objective(forward.model, self._loader.make(given[0]))
         names = check_values(values, count, self._run.world.device)
+        names = (*names, "weight") if "weight" in values else names
         if not self._names:
             self._names = names
         check_names(names, self._names)
-        return torch.stack([values[name].float() for name in names])
+        if self._whole is not None and "outputs" not in values:
+            raise UsageError(
+                f"task {self._run.task.name} has metrics, but its objective returned no 'outputs' in validation: return"
+                " {'loss': ..., 'outputs': (predictions, targets)}"
+            )
+        outputs: Any = values["outputs"] if self._whole is not None else None
+        return lay_out(values, names, count), outputs
 
     @torch.no_grad()
     def _record(self, compiled: bool) -> Graph | None:
         """A full chunk as a CUDA graph; None if that fails."""
         model, chunk = self._run.model.eval(), self._chunks.mine[0]
 
-        def rows(given: list[Inputs]) -> Tensor:
-            return self._rows(given, len(chunk))
+        def values(given: list[Inputs]) -> Any:
+            return self._values(given, len(chunk))
 
         given = list(self._loader.inputs([chunk], None))
-        _, why = find_obstacle(rows, given, model, self._run.forward.objective)
+        _, why = find_obstacle(values, given, model, self._objective)
         try:
             if compiled and not why:
                 with compiler() as compile:
-                    rows = compile(rows)
-                    rows(given)
-            return None if why else Graph(rows, given)
+                    values = compile(values)
+                    values(given)
+            return None if why else Graph(values, given)
         except Exception:  # any failure of the compiler or the graph: the plain form works
             return None
         finally:

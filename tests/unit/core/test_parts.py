@@ -145,8 +145,8 @@ def test_other_mistakes_are_one_line() -> None:
         _ = team.noise_scale
     with pytest.raises(UsageError, match="other virtual_workers"):
         parts(virtual_workers=2).load_state_dict(team.state_dict())
-    with pytest.raises(UsageError, match="one value per sample and metric"):
-        team.evaluate(10, lambda samples: {"loss": losses(team.model, samples).mean()})
+    with pytest.raises(UsageError, match=r"evaluate returned 'loss' as a tensor of shape .10, 1."):
+        team.evaluate(10, lambda samples: {"loss": losses(team.model, samples)[:, None]})
     numbers = iter(range(9))
     with pytest.raises(UsageError, match="report the same metrics in the same order"):
         team.evaluate(10, lambda samples: {f"m{next(numbers)}": losses(team.model, samples)}, batch=5)
@@ -155,6 +155,39 @@ def test_other_mistakes_are_one_line() -> None:
 def train(team: paceline.Parts, step: Any, **metrics: Tensor) -> None:
     for part in step:
         part.backward(losses(team.model, part.samples), **metrics)
+
+
+def test_weights() -> None:
+    team = parts()
+    for step in team.epoch(0):
+        for part in step:
+            number = part.samples.float()
+            part.backward(losses(team.model, part.samples), weight=number, number=number)
+        samples = team.sampler.order(0)[slice(*team.sampler.step_bounds[step.number : step.number + 2])].astype(float)
+        found = step.reduce()
+        assert set(found) == {"loss", "number"}
+        assert float(found["number"]) == pytest.approx((samples**2).sum() / samples.sum(), rel=1e-5)
+    found = team.evaluate(50, lambda i: {"number": i, "weight": i}, batch=7)
+    assert found == {"number": pytest.approx(sum(i * i for i in range(50)) / sum(range(50)))}
+    found = team.evaluate(50, lambda i: {"number": i.float().mean()}, batch=7)
+    assert found == {"number": pytest.approx(24.5)}
+
+
+def test_wrong_weights_are_one_line() -> None:
+    team = parts()
+    step = iter(next(team.epoch(0)))
+    part = next(step)
+    values = losses(team.model, part.samples)
+    with pytest.raises(UsageError, match=r"part.backward got 'weight' as a float: it must be a tensor"):
+        part.backward(values, weight=3.0)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"part.backward got 'weight' as one number for the batch, and 'loss' with one value"):
+        part.backward(values, weight=torch.tensor(3.0))
+    part.backward(values, weight=torch.ones(len(values)))
+    part = next(step)
+    with pytest.raises(UsageError, match="one part reported loss, another loss, weight: report the same"):
+        part.backward(losses(team.model, part.samples))
+    with pytest.raises(UsageError, match="evaluate returned 'weight' as one number for the batch, and 'number' with"):
+        team.evaluate(10, lambda i: {"number": i, "weight": i.sum()})
 
 
 def test_parts_report_the_same_metrics() -> None:

@@ -232,18 +232,32 @@ def objective_of(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (lambda good: None, "objective returned None: it must return a dict with one value per sample, .*`return` missing"),
+        (lambda good: None, "objective returned None: it must return a dict of tensors, .*`return` missing"),
         (lambda good: good["loss"], "objective returned a Tensor: it must return a dict"),
         (lambda good: (good["loss"], 3), "objective returned a tuple: it must return a dict"),
         (lambda good: {"los": good["loss"]}, "returned a dict with 'los': it must have 'loss'"),
         (lambda good: {}, "returned a dict with nothing"),
-        (
-            lambda good: {"loss": good["loss"].mean()},
-            r"'loss' as a tensor of shape \(\): .*reduction='none', or leave out",
-        ),
         (lambda good: {"loss": good["loss"][:-1]}, r"'loss' as a tensor of shape \(\d+,\): it must hold one value per sample"),
         (lambda good: {"loss": good["loss"][:, None]}, r"shape \(\d+, 1\): .*; use .flatten\(1\).mean\(1\)"),
-        (lambda good: {**good, "error": 0.5}, "'error' as a float: it must hold one value per sample"),
+        (lambda good: {**good, "error": 0.5}, "'error' as a float: it must be a tensor; leave out .item()"),
+        (lambda good: {**good, "weight": 3}, "'weight' as an int: it must be a tensor; leave out .item()"),
+        (
+            lambda good: {**good, "weight": good["loss"].sum()},
+            "'weight' as one number for the batch, and 'loss' with one value",
+        ),
+        (
+            lambda good: {**good, "weight": good["loss"][:, None]},
+            r"'weight' .* shape \(\d+, 1\): .*; use .flatten\(1\).sum\(1\)",
+        ),
+        (lambda good: {**good, "weight": -torch.ones_like(good["loss"])}, "a 'weight' that is negative or nan"),
+        (lambda good: {**good, "weight": good["loss"] * torch.nan}, "a 'weight' that is negative or nan"),
+        (
+            lambda good: {**good, "outputs": good["loss"][1:]},
+            r"'outputs' with a tensor of shape \(\d+,\): it must have one row",
+        ),
+        (lambda good: {**good, "outputs": good["loss"].mean()}, r"'outputs' with a tensor of shape \(\): it must have one row"),
+        (lambda good: {**good, "outputs": (good["loss"], [1])}, "'outputs' with a list in it: it must be a tensor, or a tuple"),
+        (lambda good: {**good, "outputs": ()}, "'outputs' that is empty"),
         (lambda good: {"loss": good["loss"].long()}, "'loss' as int64: use a real floating-point type"),
         (lambda good: {"loss": good["loss"] + 0j}, "'loss' as complex64: use a real floating-point type"),
         (lambda good: {"loss": good["loss"].to("meta")}, "'loss' on meta: it must stay on the model's device, cpu"),

@@ -20,8 +20,8 @@
   }
 
   // The index of a metric's best validation; -1 for metrics of which nobody knows whether more is better.
-  const UP = /(^|_)(accuracy|acc|f1|auc|precision|recall|score|bleu|iou|dice)(_|$)/;
-  const DOWN = /(^|_)(loss|error|perplexity|mae|mse|rmse)(_|$)/;
+  const UP = /(^|[_/])(accuracy|acc|f1|auc|precision|recall|score|bleu|iou|dice)(_|$)/;
+  const DOWN = /(^|[_/])(loss|error|perplexity|mae|mse|rmse)(_|$)/;
 
   function bestIndex(name, ys) {
     const sign = UP.test(name) ? 1 : DOWN.test(name) ? -1 : 0;

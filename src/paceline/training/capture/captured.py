@@ -272,11 +272,12 @@ class _Trials:
         """The same for the compiled step."""
         self.say("compiling the step: about 20 s the first time, less in later runs")
         stages.enter("compiling the step")
-        weighted, why = self.step.forward.weighted, ""
+        weighted, why = self.step.forward.run_pass, ""
 
         def work(number: int, share: float) -> tuple[Tensor, Tensor]:
-            self.run.parts.statistics.use(case.step.passes[number])
-            return weighted(case.inputs[number], share)
+            item = case.step.passes[number]
+            self.run.parts.statistics.use(item)
+            return weighted(case.inputs[number], share, len(item.samples))
 
         try:
             with compiler() as compiled:

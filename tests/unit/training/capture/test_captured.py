@@ -17,10 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.tokens import Y, per_batch, per_sample, tokens
 from harness.training import Trained, blobs, train_in
 from paceline.data.loaders import Inputs, map_tensors, tensors_in
 from paceline.dist.world import World, world
-from paceline.training import loop, tasks
+from paceline.training import loop, tasks, validation
 from paceline.training.build import Run, build
 from paceline.training.capture import captured as fast
 from paceline.training.capture import graph
@@ -53,7 +54,7 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "find_obstacle", lambda body, inputs, model, objective: (body(inputs), ""))
     monkeypatch.setattr(fast, "_why_never", lambda run: "")
     monkeypatch.setattr(fast._Trials, "_is_long", lambda self, case, graph: False)
-    monkeypatch.setattr(loop, "Validation", _Plain)
+    monkeypatch.setattr(validation, "_Set", _Plain)
     monkeypatch.setattr(loop, "capture", _capture)
     monkeypatch.setattr(fast, "compiler", compiler)
 
@@ -86,7 +87,10 @@ def plain_step(run: Run) -> TrainStep:
     return loop.make_step(run, loop.make_clock(run))
 
 
-class _Plain(loop.Validation):
+SET = validation._Set
+
+
+class _Plain(validation._Set):
     def _record(self, compiled: bool) -> None:
         return None
 
@@ -126,6 +130,32 @@ def test_every_step_is_replayed_with_its_own_inputs(options: dict[str, Any]) -> 
     same(plain, replayed)
     assert len(CALLS) == len(replayed.watcher.steps) == 4 * 5  # 150 samples: three full steps, then 27 and 27
     assert len(set(CALLS)) == 2
+
+
+@pytest.mark.usefixtures("replaying")
+def test_weights_are_part_of_the_captured_step() -> None:
+    with world() as here:
+        for objective in (per_sample, per_batch):
+            for options in ({"epochs": 4, "virtual_workers": 2}, {"epochs": 4, "accumulate": 2, "reduce": "exact"}):
+                same(*both(here, options, tokens(objective)))
+                assert CALLS
+
+
+@pytest.mark.usefixtures("replaying")
+def test_outputs_are_collected_from_captured_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "_Set", SET)
+    monkeypatch.setattr(validation, "Graph", Replayed)
+    monkeypatch.setattr(validation, "find_obstacle", lambda body, inputs, model, objective: (body(inputs), ""))
+
+    def objective(model: Any, batch: Any) -> dict[str, Any]:
+        return {**per_sample(model, batch), "outputs": batch[1]}
+
+    def check(rows: torch.Tensor) -> float:
+        assert rows.equal(Y)
+        return float(rows.mean())
+
+    with world() as here:
+        same(*both(here, {"epochs": 2}, tokens(objective, metrics={"mean": check})))
 
 
 @pytest.mark.usefixtures("replaying")
