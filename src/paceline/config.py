@@ -95,7 +95,7 @@ class Config(RemembersGiven):
     accumulate: int = _batch(1, Role.MODEL, Role.METHOD, at_least=1)
     """Split each part of a step into N micro-batches (less memory, same step)."""
     optimizer: str = _batch("sgd", Role.MODEL, Role.METHOD, Role.COMMON, metavar="NAME")
-    """sgd, adamw, lars, lamb, novograd or muon."""
+    """sgd, adamw, lars, lamb, novograd, muon, or own: the one that the task makes (default: own if it makes one)."""
     base_lr: float = _batch(0.05, Role.MODEL, Role.METHOD, Role.COMMON, more_than=0)
     """The learning rate at reference_batch."""
     lr_rule: Literal["linear", "sqrt", "none", "adascale"] = _batch("linear", Role.MODEL, Role.METHOD)
@@ -146,13 +146,15 @@ class Config(RemembersGiven):
     measure_noise: bool = _batch(False, Role.MODEL, Role.SEVERAL_PARTS)
     """Measure the gradient noise scale from the parts: the global batch beyond which more workers stop paying off."""
 
-    schedule: Literal["constant", "linear", "cosine", "one-cycle", "step"] = _schedule(
+    schedule: Literal["constant", "linear", "cosine", "one-cycle", "step", "own"] = _schedule(
         "one-cycle", Role.MODEL, Role.METHOD, Role.COMMON
     )
-    """The learning rate after warm-up: constant, falling to 0 (linear, cosine), up and down again (one-cycle), or dropping at
-    --step-at (step)."""
-    schedule_by: Literal["step", "epoch"] = _schedule("step", Role.MODEL, Role.METHOD)
-    """Change the learning rate at every step or once per epoch."""
+    """The learning rate after warm-up: constant, falling to 0 (linear, cosine), up and down again (one-cycle), dropping at
+    --step-at (step), or the task's (own). A task with a schedule has own as its default, and one with only an optimizer
+    constant."""
+    schedule_by: Literal["auto", "step", "epoch"] = _schedule("auto", Role.MODEL, Role.METHOD)
+    """Change the learning rate at every step or once per epoch. auto: at every step, but once per epoch for one of torch's
+    schedulers that does not count steps."""
     warmup_epochs: float = _schedule(0.0, Role.MODEL, Role.METHOD, at_least=0)
     """Warm up over X epochs."""
     warmup_steps: int = _schedule(0, Role.MODEL, Role.METHOD, at_least=0)

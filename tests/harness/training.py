@@ -16,6 +16,7 @@ from paceline.training.checkpoint.keeper import Keeper
 from paceline.training.loop import fit
 from paceline.training.observers import Result
 from paceline.training.task import Task, classify
+from paceline.training.tasks import own_defaults
 
 ALONE = World(
     rank=0,
@@ -80,7 +81,9 @@ def train_in(world: World, task: Task, options: dict[str, Any], folder: Path | N
 
     With a folder, rank 0 writes its checkpoints there; `resumes` goes on from the last one.
     """
-    run = build(task, make_config(cast(Mapping[str, Any], task.defaults), {"log_every": 1, **options}), world)
+    run = build(
+        task, make_config(own_defaults(task), cast(Mapping[str, Any], task.defaults), {"log_every": 1, **options}), world
+    )
     watcher = Watcher()
     result = fit(run, [watcher], Keeper(run, folder if world.is_main else None, watcher.say, resumes))
     weights = {name: tensor.cpu().numpy().copy() for name, tensor in run.model.state_dict().items()}

@@ -2,12 +2,13 @@
 
 `peak_lr` comes from the rule: linear (Goyal et al. 2017, arXiv:1706.02677: lr grows with k), square root, or none, where
 k = global_batch / reference_batch. AdaScale computes its gain in each step (`core/noise.py`). Nothing here has state, so
-resuming needs only the step number.
+resuming needs only the step number. (torch's schedulers have: `training/rates.py`.)
 
 To add a rule, add it to `scale_lr` and to `lr_rule` in `config.py`; to add a shape, add it to `Schedule.lr` and `schedule`.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.config import Config
@@ -29,6 +30,10 @@ class Schedule:
     step_at: tuple[float, ...] = ()
     """Where shape "step" drops: fractions of the run, or epochs if they are 1 or more."""
     step_factor: float = 0.1
+    factor: Callable[[int], float] | None = None
+    """Of shape "own": a function of the step. Its value and the warm-up multiply the peak."""
+    follows_length: bool = False
+    """Whether shape "own" depends on the length of the run."""
 
     @property
     def drops_by_epoch(self) -> bool:
@@ -43,15 +48,17 @@ class Schedule:
     @property
     def depends_on_length(self) -> bool:
         """Whether a longer run would have different learning rates in the same steps."""
+        if self.shape == "own":
+            return self.follows_length
         return self.shape != "constant" and not (self.shape == "step" and self.drops_by_epoch)
 
     def lr(self, step: int) -> float:
         """The learning rate of step `step` (from 0)."""
-        step = min(step, self.total_steps)
-        if self.by == "epoch":
-            step = step // self.steps_per_epoch * self.steps_per_epoch
+        step = self._counted(step)
+        if self.shape == "own":
+            return self.peak_lr * self.warm_up(step) * (1.0 if self.factor is None else self.factor(step))
         if step < self.warmup_steps:
-            return self.peak_lr * (self.warmup_from + (1 - self.warmup_from) * step / self.warmup_steps)
+            return self.peak_lr * self.warm_up(step)
         if self.shape == "constant":
             return self.peak_lr
         if self.shape == "step":
@@ -65,6 +72,18 @@ class Schedule:
         if step < peak:
             return self.peak_lr * (self.warmup_from + (1 - self.warmup_from) * step / peak)
         return self.peak_lr * (self.total_steps - step) / (self.total_steps - peak) if peak < self.total_steps else self.peak_lr
+
+    def warm_up(self, step: int) -> float:
+        """What warm-up multiplies the learning rate by: 1 after its end."""
+        step = self._counted(step)
+        if step >= self.warmup_steps:
+            return 1.0
+        return self.warmup_from + (1 - self.warmup_from) * step / self.warmup_steps
+
+    def _counted(self, step: int) -> int:
+        """The step that decides the learning rate of this one."""
+        step = min(step, self.total_steps)
+        return step // self.steps_per_epoch * self.steps_per_epoch if self.by == "epoch" else step
 
     def corners(self) -> frozenset[int]:
         """The steps where the curve bends (its peak is one) and those on both sides of a drop.
@@ -97,7 +116,7 @@ def make_schedule(config: Config, *, k: float, steps_per_epoch: int, total_steps
         total_steps=total_steps,
         steps_per_epoch=steps_per_epoch,
         shape=config.schedule,
-        by=config.schedule_by,
+        by="epoch" if config.schedule_by == "epoch" else "step",
         warmup_steps=config.warmup_steps or round(config.warmup_epochs * steps_per_epoch),
         warmup_from=start if config.warmup_from is None else config.warmup_from,
         peak_at=config.peak_at,

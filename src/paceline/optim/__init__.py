@@ -1,6 +1,7 @@
 """Optimizers by name: torch's SGD and AdamW, and LARS, LAMB, NovoGrad and Muon for large batches.
 
-Owns the optimizers, one file each, and parameter groups (`groups.py`). `flat.py` updates many tensors in few kernels.
+Owns the optimizers, one file each, parameter groups (`groups.py`) and several optimizers used as one (`combined.py`). `flat.py`
+updates many tensors in few kernels. A task's own optimizer is checked in `training/own.py`.
 May import: config, errors. Start reading at `OPTIMIZERS` below, then `lars.py`.
 To add an optimizer, write its class in a new file, and below a function `_name(model, config)` that makes it and an entry in
 `OPTIMIZERS`. It must accept a learning rate in a tensor and work in a CUDA graph, as all of these do.
@@ -17,13 +18,14 @@ from torch.optim import Optimizer
 
 from paceline.config import Config
 from paceline.errors import UsageError, unknown
+from paceline.optim.combined import Combined as Combined
+from paceline.optim.combined import Paired as Paired
 from paceline.optim.flat import Flat
 from paceline.optim.groups import Groups, adapted_groups, decay_groups
 from paceline.optim.groups import parameter_groups as parameter_groups
 from paceline.optim.lamb import Lamb as Lamb
 from paceline.optim.lars import Lars as Lars
 from paceline.optim.muon import Muon as Muon
-from paceline.optim.muon import Paired as Paired
 from paceline.optim.muon import split_matrices
 from paceline.optim.novograd import NovoGrad as NovoGrad
 
@@ -157,7 +159,12 @@ def make_optimizer(model: nn.Module, config: Config) -> Optimizer:
             raise UsageError(f"--optimizer {config.optimizer} does not support the sparse gradients of this model: use sgd")
         config = replace(config, fast="off")  # fused kernels do not support sparse gradients
     optimizer = entry.make(model, config)
-    for each in optimizer.inner if isinstance(optimizer, Paired) else (optimizer,):
-        if isinstance(each, Flat):
-            each.uses_graph = False  # the training loop captures whole steps
+    leave_graphs_to_loop(optimizer)
     return optimizer
+
+
+def leave_graphs_to_loop(optimizer: Optimizer) -> None:
+    """Keep our own optimizers from recording their step as a graph: the training loop captures whole steps."""
+    for each in optimizer.inner if isinstance(optimizer, Combined) else (optimizer,):
+        if isinstance(each, Flat):
+            each.uses_graph = False

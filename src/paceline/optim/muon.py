@@ -5,13 +5,11 @@ products alone, in bf16 on a GPU. torch's own Muon supports only parameters with
 too, of shape (out, in kh kw), as in the CIFAR-10 speed record. Another optimizer trains the rest of a network: see `Paired`.
 """
 
-from collections.abc import Callable, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from paceline.optim.flat import Flat, Pack
 
@@ -82,66 +80,6 @@ def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=_B, alpha=_C), x, beta=_A)
     return x.mT if tall else x
-
-
-class Paired(Optimizer):
-    """Two optimizers over different parameters, used as one: the groups of the first, then of the second, in one state."""
-
-    def __init__(self, first: Optimizer, second: Optimizer) -> None:
-        """Do not use `first` and `second` on their own afterwards."""
-        self.inner: tuple[Optimizer, Optimizer] = (first, second)
-        self._complete = False
-        super().__init__([*first.param_groups, *second.param_groups], {})
-        self._complete = True
-        self._tie()
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of both."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for inner in self.inner:
-            inner.step()
-        return loss
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses groups after construction: it cannot know which optimizer should train them."""
-        if self._complete:
-            raise TypeError("a pair accepts no more parameters: add the group to one of its optimizers before pairing them")
-        super().add_param_group(param_group)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give each optimizer its own groups and their state."""
-        begin = 0
-        if len(state_dict["param_groups"]) != len(self.param_groups):
-            raise ValueError("loaded state dict has a different number of parameter groups")
-        for inner in self.inner:
-            groups = state_dict["param_groups"][begin : begin + len(inner.param_groups)]
-            numbers = set(chain.from_iterable(group["params"] for group in groups))
-            state = {number: value for number, value in state_dict["state"].items() if number in numbers}
-            inner.load_state_dict({"state": state, "param_groups": groups})
-            begin += len(groups)
-        self._tie()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Include both optimizers, for copies and pickles."""
-        return {**super().__getstate__(), "inner": self.inner, "_complete": True}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._tie()
-
-    def _tie(self) -> None:
-        """Let the pair and both optimizers share one dictionary of state and the same groups."""
-        states = [dict(inner.state) for inner in self.inner]
-        self.state.clear()
-        for inner, state in zip(self.inner, states, strict=True):
-            own = set(chain.from_iterable(group["params"] for group in inner.param_groups))
-            self.state.update({parameter: value for parameter, value in state.items() if parameter in own})
-            inner.state = self.state
-        self.param_groups = [group for inner in self.inner for group in inner.param_groups]
 
 
 def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

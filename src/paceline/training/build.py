@@ -26,7 +26,6 @@ from paceline.data.loaders import Arrays, Loader, Resident, make_loader
 from paceline.dist.agree import any_reason, check_agreement
 from paceline.dist.world import World
 from paceline.errors import UsageError
-from paceline.optim import make_optimizer
 from paceline.optim.muon import describe_split
 from paceline.output import plural, stages
 from paceline.training.dataset import count_samples, load_data
@@ -34,10 +33,11 @@ from paceline.training.forward import Forward
 from paceline.training.gradients import Sam
 from paceline.training.grouping import Grouping, choose_grouping, measures_noise
 from paceline.training.local import first_local_step
+from paceline.training.own import OWN, describe_own, make_rates, make_task_optimizer
 from paceline.training.precision import choose_precision
 from paceline.training.task import Task
 from paceline.training.task_fields import Data, check_made_model
-from paceline.training.terms import describe_batch, make_contract, make_steps
+from paceline.training.terms import describe_batch, describe_update, make_contract, make_steps
 from paceline.training.trial import Trial
 from paceline.training.update import Update
 from paceline.values import flag
@@ -141,7 +141,10 @@ def _build(task: Task, config: Config, world: World) -> Run:
     loader, validation_samples = load(train), 0 if validation is None else count_samples(validation)
     if suits_channels_last(model, config, sampler.global_batch // sampler.parts):
         notes += _lay_out_channels_last(model, trial)
-    optimizer = make_optimizer(model, config)
+    optimizer, more = make_task_optimizer(task, model, config)
+    own = describe_own(optimizer) if config.optimizer == OWN else {}
+    rates, other = make_rates(task, optimizer, config, schedule, sampler.global_batch / config.reference_batch)
+    notes += more + other
     parts = Parts(
         model,
         samples=sampler.samples,
@@ -169,18 +172,20 @@ def _build(task: Task, config: Config, world: World) -> Run:
         "parts": grouping.why,
         "augmentation": _describe_augmentation(task, config, train),
         "record": "none",
+        **({"base_lr": own["base_lr"], "optimizer": describe_update(config, own["words"])} if own else {}),
+        **({"schedule": rates.words} if config.schedule == OWN else {}),
     }
     return Run(
         config=config,
         world=world,
         parts=parts,
         forward=Forward(model, task.objective, loader, config.precision),
-        update=Update(model, optimizer, schedule, config, parts.engine.noise),
+        update=Update(model, optimizer, rates, config, parts.engine.noise),
         train=loader,
         validation=None if validation is None else load(validation),
         validation_samples=validation_samples,
         data_sha256=data_sha256,
-        contract=make_contract(config, world, sampler, schedule, about),
+        contract=make_contract(config, world, sampler, rates.schedule, about),
         notes=notes,
     )
 

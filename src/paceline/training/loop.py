@@ -228,6 +228,8 @@ class _Fit:
             averaged.take_out()
         if over:
             self._save_last(before, averaged)
+        elif validation is not None:
+            run.update.rates.observe(metrics)  # not at the end: an extended run repeats the last validation
         return over
 
     def _tell_validating(self, epoch: int, done: int, total: int) -> None:
@@ -310,7 +312,7 @@ class _Fit:
             noise = dict(zip(_NOISE, values[PAYLOAD:], strict=False))
             row = progress.rows.add(metrics | noise, run.config.log_every, step + 1 == end or step in self._corners)
             if row is not None:
-                row, lr = self._explain(row, run.update.schedule.lr(step))
+                row, lr = self._explain(row, run.update.lr(step))
                 self.noise_scale = row.get("noise_scale")
                 about = {"step": step + 1, "epoch": epoch + 1, "lr": lr}
                 time_s = progress.train_time_s + time.perf_counter() - begin
@@ -359,10 +361,11 @@ class _Fit:
         if step == 0 and math.isnan(loss):  # no update has happened yet
             raise Diverged("diverged: the loss is nan in the first step, before any update: look for nan or inf in the data")
         slower = "--schedule cosine --warmup-epochs 1" if run.config.schedule == "one-cycle" else "a longer --warmup-epochs"
+        lower = "lr in the task's optimizer" if run.update.is_own else "--base-lr"
         raise Diverged(
             f"diverged: the {what} is {loss:.4g}{grown} at step {step + 1} (epoch {epoch + 1}),"
-            f" lr {run.update.schedule.lr(step):.4g}, global batch {run.sampler.global_batch};"
-            f" try a lower --base-lr, {slower}, or --clip-norm 1"
+            f" lr {run.update.lr(step):.4g}, global batch {run.sampler.global_batch};"
+            f" try a lower {lower}, {slower}, or --clip-norm 1"
         )
 
     def _say(self, text: str) -> None:

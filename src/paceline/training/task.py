@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.config import Config
 from paceline.data.conversion import name_type
@@ -52,6 +53,13 @@ class Task:
     passed to it count."""
     unit: str = "images"
     """What to call samples, as in images/s."""
+    optimizer: Callable[[nn.Module, Config], Optimizer | Mapping[str, Optimizer]] | None = None
+    """Makes the optimizer: any torch.optim.Optimizer. The learning rate of each parameter group is the one at
+    `reference_batch`: `--lr-rule` scales it, the schedule multiplies it. A dict of optimizers needs a step function of the
+    task's own. None: `--optimizer` makes it."""
+    schedule: Callable[..., Any] | None = None
+    """The learning-rate schedule: a function `step -> factor`, or a function `optimizer -> scheduler` that makes a scheduler of
+    torch. Further parameters named `steps`, `epochs` or `steps_per_epoch` get the length of the run. None: `--schedule`."""
 
     def __new__(cls, **given: Any) -> Self:
         """Raise a UsageError for a field that does not exist, with the nearest one."""
@@ -66,7 +74,11 @@ class Task:
         task_fields.check_objective(self.name, self.objective, classify)
         task_fields.check_model(self.name, self.model)
         task_fields.check_prepare(self.name, self.prepare)
+        task_fields.check_optimizer(self.name, self.optimizer)
+        task_fields.check_schedule(self.name, self.schedule)
         object.__setattr__(self, "defaults", task_fields.check_defaults(self.name, self.defaults))
+        for own in ("optimizer", "schedule"):
+            task_fields.check_one_of(self.name, own, getattr(self, own), self.defaults)
 
 
 def classify(label_smoothing: float = 0.0) -> Objective:

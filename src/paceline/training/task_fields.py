@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.config import Config, check_options, names_with
@@ -31,8 +33,12 @@ _MEANT = {
     **dict.fromkeys(("net", "network", "module"), "model"),
     **dict.fromkeys(("transform", "transforms", "augment", "preprocess"), "prepare"),
     **dict.fromkeys(("config", "options", "hparams"), "defaults"),
+    **dict.fromkeys(("optim", "optimizers", "opt", "configure_optimizers"), "optimizer"),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "schedulers", "lr_schedule"), "schedule"),
 }
 """Names that other tools use, and the field that they mean here."""
+LENGTHS = ("steps", "epochs", "steps_per_epoch")
+"""Parameters that a schedule function may have besides its first: the run's length."""
 _DATA_RULE = "give Arrays((inputs, targets)) or a map-style Dataset"
 
 
@@ -112,6 +118,71 @@ def check_prepare(name: str, prepare: Any) -> None:
     if prepare is not None and not (isinstance(prepare, KeyedPrepare) and not isinstance(prepare, type)):
         fix = "def prepare(batch, samples, epoch): return batch"
         _check_call(name, "prepare", prepare, ("batch", "samples", "epoch"), fix)
+
+
+def check_optimizer(name: str, optimizer: Any) -> None:
+    """A function of (model, config) that makes an optimizer, or None."""
+    fix = "optimizer=lambda model, config: RMSprop(model.parameters(), lr=0.01)"
+    if isinstance(optimizer, str):
+        raise UsageError(
+            f"task {name}: optimizer is text, {short(repr(optimizer))}: a built-in one is an option, as in"
+            f" defaults={{'optimizer': 'adamw'}}; for any other write {fix}"
+        )
+    if isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"task {name}: optimizer is {type(optimizer).__name__} that is already made, but the model is not: give a function"
+            f" that makes it, as in {fix.replace('RMSprop', type(optimizer).__name__)}"
+        )
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        shown = optimizer.__name__
+        raise UsageError(f"task {name}: optimizer is the class {shown}: write {fix.replace('RMSprop', shown)}")
+    if optimizer is not None:
+        _check_call(name, "optimizer", optimizer, ("model", "config"), fix)
+
+
+def check_schedule(name: str, schedule: Any) -> None:
+    """A function of the step, or of the optimizer, or None."""
+    fix = "schedule=lambda step: 0.99**step or schedule=lambda optimizer: StepLR(optimizer, step_size=1)"
+    if isinstance(schedule, str):
+        raise UsageError(
+            f"task {name}: schedule is text, {short(repr(schedule))}: a built-in one is an option, as in"
+            f" defaults={{'schedule': 'cosine'}}; for any other write {fix}"
+        )
+    if isinstance(schedule, LRScheduler):
+        raise UsageError(
+            f"task {name}: schedule is {type(schedule).__name__} that is already made: give a function that makes it, as in"
+            f" schedule=lambda optimizer: {type(schedule).__name__}(optimizer, ...)"
+        )
+    if schedule is None:
+        return
+    if isinstance(schedule, type) and issubclass(schedule, LRScheduler):
+        fix = f"schedule=lambda optimizer: {schedule.__name__}(optimizer, ...)"
+    try:
+        parameters = list(inspect.signature(schedule).parameters.values()) if callable(schedule) else []
+    except (TypeError, ValueError):
+        parameters = []
+    needed = [each.name for each in parameters[1:] if each.default is each.empty and each.kind not in _ANY]
+    strange = [each for each in needed if each not in LENGTHS]
+    if strange:
+        raise UsageError(
+            f"task {name}: schedule needs {strange[0]!r}, which is not known: after the step or the optimizer it can ask for"
+            f" {', '.join(LENGTHS[:-1])} or {LENGTHS[-1]} (the length of the run); write {fix}"
+        )
+    if not needed:
+        _check_call(name, "schedule", schedule, ("step",), fix)
+
+
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def check_one_of(name: str, field: str, own: Any, defaults: Any) -> None:
+    """Raise a UsageError if a task has both its own optimizer or schedule and a built-in one as its default."""
+    chosen = defaults.get(field, "own")
+    if own is not None and chosen != "own":
+        raise UsageError(
+            f"task {name} has its own {field}, and {chosen!r} among its defaults: leave one of them out"
+            f" ({flag(field)} {chosen} on the command line replaces the task's own)"
+        )
 
 
 def check_defaults(name: str, defaults: Any) -> dict[str, Any]:

@@ -67,7 +67,8 @@ def resolve(task: str | Task, options: Mapping[str, Any]) -> tuple[Task, Config]
 
 def configure(task: Task, options: Mapping[str, Any]) -> Config:
     """The configuration of a user's own task."""
-    config = make_config(cast(Mapping[str, Any], task.defaults), options)
+    config = make_config(own_defaults(task), cast(Mapping[str, Any], task.defaults), options)
+    _check_own(task, config)
     for key in options:  # a record's config.toml has all options, most of them with their defaults
         if key in names_with(Role.IMAGES) and getattr(config, key) != getattr(Config, key):
             raise UsageError(f"{flag(key)} is for built-in image tasks; {task.name} prepares its own data and loss")
@@ -84,6 +85,20 @@ def configure(task: Task, options: Mapping[str, Any]) -> Config:
             " measured; give it validation=..., or leave --target-accuracy out"
         )
     return config
+
+
+def own_defaults(task: Task) -> dict[str, Any]:
+    """The defaults of a task with its own optimizer or schedule."""
+    chosen = {"optimizer": "own", "schedule": "constant"} if task.optimizer is not None else {}
+    return {**chosen, "schedule": "own"} if task.schedule is not None else chosen
+
+
+def _check_own(task: Task, config: Config) -> None:
+    for name in ("optimizer", "schedule"):
+        if getattr(config, name) == "own" and getattr(task, name) is None:
+            raise UsageError(
+                f"{flag(name)} own: task {task.name} has no {name} of its own; give it {name}=..., or choose another"
+            )
 
 
 def _refuse_settings(task: str | Task, options: Mapping[str, Any]) -> None:

@@ -63,40 +63,40 @@ def check_comparable(config: Config, parts: int) -> None:
 
 
 def make_contract(config: Config, world: World, sampler: Sampler, schedule: Schedule, about: dict[str, Any]) -> Contract:
-    """The contract. `about` holds the fields that the task, the data and the record supply."""
+    """The contract. `about` holds the fields that the task, the data and the record supply: its own optimizer, too."""
     warmup = f"over {plural(schedule.warmup_steps, 'step')} from {schedule.warmup_from:.3g} of the peak, by {schedule.by}"
     if schedule.shape == "one-cycle":
         rise = plural(round(schedule.peak_at * schedule.total_steps), "step")
         warmup = f"over {rise} from {schedule.warmup_from:.3g} of the peak"
     elif not schedule.warmup_steps:
         warmup = "none"
-    return Contract(
-        workers=world.size,
-        virtual_workers=sampler.parts,
-        reduce=config.reduce,
-        nodes=world.nodes,
-        launcher={"alone": "in this process", "paceline": "started here"}.get(world.launcher, f"by {world.launcher}"),
-        devices=describe_devices(world),
-        backend=world.backend,
-        precision=config.precision,
-        reference_batch=config.reference_batch,
-        base_lr=config.base_lr,
-        global_batch=sampler.global_batch,
-        part_batch=sampler.global_batch // sampler.parts,
-        accumulate=count_micros(config.accumulate, sampler.global_batch // sampler.parts),
-        k=sampler.global_batch / config.reference_batch,
-        lr_rule=config.lr_rule,
-        peak_lr=schedule.peak_lr,
-        optimizer=_optimizer_words(config),
-        schedule=f"{config.schedule} by {config.schedule_by}{_drop_words(schedule)}",
-        warmup=warmup,
-        steps_per_epoch=sampler.steps,
-        epochs=config.epochs,
-        total_steps=schedule.total_steps,
-        seed=config.seed,
-        settings=" ".join(write_setting(key, value) for key, value in config.set.items()),
-        **about,
-    )
+    fields = {
+        "workers": world.size,
+        "virtual_workers": sampler.parts,
+        "reduce": config.reduce,
+        "nodes": world.nodes,
+        "launcher": {"alone": "in this process", "paceline": "started here"}.get(world.launcher, f"by {world.launcher}"),
+        "devices": describe_devices(world),
+        "backend": world.backend,
+        "precision": config.precision,
+        "reference_batch": config.reference_batch,
+        "base_lr": config.base_lr,
+        "global_batch": sampler.global_batch,
+        "part_batch": sampler.global_batch // sampler.parts,
+        "accumulate": count_micros(config.accumulate, sampler.global_batch // sampler.parts),
+        "k": sampler.global_batch / config.reference_batch,
+        "lr_rule": config.lr_rule,
+        "peak_lr": schedule.peak_lr,
+        "optimizer": describe_update(config),
+        "schedule": f"{config.schedule} by {schedule.by}{_drop_words(schedule)}",
+        "warmup": warmup,
+        "steps_per_epoch": sampler.steps,
+        "epochs": config.epochs,
+        "total_steps": schedule.total_steps,
+        "seed": config.seed,
+        "settings": " ".join(write_setting(key, value) for key, value in config.set.items()),
+    }
+    return Contract(**{**fields, **about})
 
 
 def _drop_words(schedule: Schedule) -> str:
@@ -107,8 +107,11 @@ def _drop_words(schedule: Schedule) -> str:
     return f" (times {schedule.step_factor:g} {where})"
 
 
-def _optimizer_words(config: Config) -> str:
-    if config.optimizer == "sgd":
+def describe_update(config: Config, own: str = "") -> str:
+    """The optimizer and what else a step's update does. `own` describes a task's own optimizer."""
+    if own:
+        words = own
+    elif config.optimizer == "sgd":
         momentum = f"{'Nesterov' if config.nesterov else 'momentum'} {config.momentum:g}" if config.momentum else "plain"
         words = f"sgd {momentum}"
     else:
@@ -123,7 +126,7 @@ def _optimizer_words(config: Config) -> str:
     if config.local_steps:
         local = plural(config.local_steps, "local step")
         said += f", {local} between averagings after {config.local_after:.0%} of the run"
-    return f"{words}, weight decay {config.weight_decay:g}{said}"
+    return f"{words}{said}" if own else f"{words}, weight decay {config.weight_decay:g}{said}"
 
 
 def _settings(config: Config) -> str:
@@ -140,4 +143,4 @@ def _settings(config: Config) -> str:
             return f" betas {config.beta1:g} and {config.beta2:g}{averaged}"
         case "adamw" | "lamb":
             return f" betas {config.beta1:g} and {config.beta2:g}"
-    return ""  # a task's own optimizer
+    return ""  # one that the task's file added to the registry

@@ -107,7 +107,7 @@ def test_a_learning_rate_in_a_tensor_gains_as_much():
     task, options = blobs(), {**OPTIONS, "reference_batch": 12, "lr_rule": "adascale", "max_steps": 3}
     plain = train_in(ALONE, task, options)
     run = build(task, make_config(task.defaults, {"log_every": 1, **options}), ALONE)
-    run.update.lrs = {1.0: torch.zeros(())}
+    run.update.lrs = {key: torch.zeros(()) for key in run.update.rates.keys}
     fit(run, [])
     for name, tensor in run.model.state_dict().items():
         torch.testing.assert_close(tensor, torch.from_numpy(plain.weights[name]), rtol=1e-5, atol=1e-7)

@@ -29,6 +29,8 @@ from paceline.training.checkpoint.file import CheckpointError, Writer, load_late
 from paceline.training.local import first_local_step
 from paceline.training.meter import EpochMeans
 from paceline.training.observers import Result, Rows
+from paceline.training.own import describe_kind
+from paceline.training.plain_state import plain_value
 from paceline.training.terms import count_steps
 from paceline.values import flag, parse_every
 
@@ -142,6 +144,7 @@ class Keeper:
         optimizer, state = run.update.optimizer, _optimizer_state(tensors, facts["optimizer"])
         _lay_out_like_weights(state, optimizer)
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        run.update.restore(facts.get("update", {}))  # older checkpoints have none
         progress = facts["progress"]
         rows, means = Rows(**progress["rows"]), EpochMeans(**progress.get("means", {}))  # older checkpoints have no means
         return Progress(**{**progress, "result": Result.read(progress["result"]), "rows": rows, "means": means})
@@ -160,9 +163,10 @@ def _collect(run: Run, progress: Progress) -> tuple[dict[str, Tensor], dict[str,
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{number}.{name}"] = value
             else:
-                plain[f"{number}.{name}"] = value
+                plain[f"{number}.{name}"] = plain_value(value, "the optimizer's state", name)
     facts = {
         "optimizer": plain,
+        "update": run.update.facts(),
         "progress": dataclasses.asdict(progress),
         "place": _place(run.world),
     }
@@ -197,6 +201,7 @@ def identity(run: Run) -> dict[str, Any]:
         "options": {**_options(run.config), **resolved},
         "data": run.data_sha256,
         "model": hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()[:16],
+        **({"optimizer": describe_kind(run.update.optimizer)} if run.update.is_own else {}),
     }
 
 
@@ -224,8 +229,12 @@ def describe_extension(old: Mapping[str, Any], run: Run, at: int) -> str:
     if config.local_steps:
         then = first_local_step(config.local_steps, config.local_after, dataclasses.replace(schedule, total_steps=before))
         said += f"; local steps begin after step {run.local_from} (was {then}), and the averaging at step {before} stays"
+    if run.update.rates.fixed_length:
+        _refuse([f"{run.update.rates.fixed_length}, {plural(before, 'step')}"], "A run with it cannot become longer")
     if not schedule.depends_on_length:
         return f"{said}; the learning rate does not depend on the length of the run"
+    if schedule.shape == "own":
+        return f"{said}; from here on the task's own schedule is that of the new length"
     old_lr = dataclasses.replace(schedule, total_steps=before).lr(at)
     return (
         f"{said}; from here on the {schedule.shape} schedule is that of the new length: lr {schedule.lr(at):.4g} in the next"
@@ -237,6 +246,8 @@ def _options(config: Config) -> dict[str, Any]:
     """The options that the weights depend on."""
     roles = (Role.MODEL,) if config.reduce == "fast" else (Role.MODEL, Role.ROUNDING)
     options = {name: value for name, value in vars(config).items() if name in names_with(*roles)}
+    if options["schedule"] != "own" and options["schedule_by"] == "auto":
+        options["schedule_by"] = "step"  # as older records say
     return {**options, **({"fast": "auto"} if options.get("fast") == "on" else {})}  # the same bits in exact mode
 
 
@@ -256,6 +267,8 @@ def _check_identity(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         differs.append("the training or validation data is not the same")
     if old["model"] != new["model"] and not any(text.startswith("--model ") for text in differs):
         differs.append("the model's parameters have other names or shapes")
+    if old.get("optimizer", new.get("optimizer")) != new.get("optimizer", old.get("optimizer")):
+        differs.append(f"the task's optimizer was {old['optimizer']}, is {new['optimizer']}")
     _refuse(differs)
 
 
