@@ -38,12 +38,19 @@ class Step:
     """Makes a part's batch, on the device, each time that a phase needs it."""
     within: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, repr=False)
     """Each part's forward pass runs in this context."""
+    enter: Callable[[str], None] = field(default=lambda what: None, repr=False)
+    """Told what this worker does next: data, forward, backward, reduce or update."""
     phase: int = -1
     """The current phase, from 0; -1 before the first."""
+    reduced: bool = False
+    """The current phase is reduced."""
+    metrics: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    """Of the last phase that was reduced: means over all samples."""
+    payload: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
+    """The last phase's metrics and the requests to save or stop, still on the device."""
     _given: list[Any] = field(default_factory=list, repr=False)
     _names: tuple[str, ...] = ()
     _done: int = 0
-    _reduced: bool = False
     _current: "Part | None" = field(default=None, repr=False)
 
     def __len__(self) -> int:
@@ -60,11 +67,13 @@ class Step:
         self._begin_phase()
         for number, part in enumerate(self.parts()):
             self._current = part
+            self.enter("data")
             if self.batches is not None:
                 if number == len(self._given):
                     self._given.append(next(self.batches))
                 part.batch = self.make(self._given[number])
             self.team.seed(self.number, part.item, self.phase)
+            self.enter("forward")
             with self.within():
                 yield part
 
@@ -72,7 +81,7 @@ class Step:
         if self.phase >= 0 and self.team.engine.noise is not None:
             raise UsageError(f"step {self.number} is reduced more than once: measure_noise needs one reduction per step")
         self.phase += 1
-        self._names, self._done, self._reduced = (), 0, False
+        self._names, self._done, self.reduced = (), 0, False
 
     def parts(self) -> Iterator["Part"]:
         """The same, for a caller that loads and seeds by itself."""
@@ -101,7 +110,7 @@ class Step:
 
         Reading a metric waits for the device. Collective: call on every rank.
         """
-        if self._reduced:
+        if self.reduced:
             raise UsageError(
                 f"step {self.number} is reduced already: call reduce once after each `for part in step`, or step.backward alone"
             )
@@ -110,8 +119,12 @@ class Step:
                 f"step {self.number}: backward was called for {self._done} of this worker's {plural(len(self.passes), 'part')}:"
                 " call part.backward(loss) once for each"
             )
-        self._reduced = True
-        return dict(zip(self._names, self.team.engine.reduce(), strict=False))
+        if self.team.engine.reduces_apart:
+            self.enter("reduce")
+        self.payload, self.reduced = self.team.engine.reduce(), True
+        self.metrics = dict(zip(self._names, self.payload, strict=False))
+        self.enter("update")
+        return self.metrics
 
     def count_backward(self, part: "Part") -> None:
         """Raise a UsageError unless this is the current part's first backward."""
@@ -165,6 +178,7 @@ class Part:
             means = torch.stack([values[name].detach().float().mean() for name in names])
             return loss.mean() * share, means * share
 
+        self.step.enter("backward")
         with torch.autocast(loss.device.type, enabled=False):  # backward has the types of the forward pass by itself
             self.run(work)
 
