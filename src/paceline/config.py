@@ -96,37 +96,37 @@ class Config(RemembersGiven):
     """Split each part of a step into N micro-batches (less memory, same step)."""
     optimizer: str = _batch("sgd", Role.MODEL, Role.METHOD, Role.COMMON, metavar="NAME")
     """sgd, adamw, lars, lamb, novograd, muon, or own: the one that the task makes (default: own if it makes one)."""
-    base_lr: float = _batch(0.05, Role.MODEL, Role.METHOD, Role.COMMON, more_than=0)
+    base_lr: float = _batch(0.05, Role.MODEL, Role.METHOD, Role.OPTIMIZER, Role.COMMON, more_than=0)
     """The learning rate at reference_batch."""
     lr_rule: Literal["linear", "sqrt", "none", "adascale"] = _batch("linear", Role.MODEL, Role.METHOD)
     """How the learning rate grows with k = global_batch / reference_batch. adascale: by a gain between 1 and k that each step
     computes from the noise in the gradients of its parts."""
-    momentum: float = _batch(0.9, Role.MODEL, Role.METHOD, at_least=0, at_most=1)
+    momentum: float = _batch(0.9, Role.MODEL, Role.METHOD, Role.OPTIMIZER, at_least=0, at_most=1)
     """Momentum of sgd, lars and muon."""
-    nesterov: bool = _batch(True, Role.MODEL, Role.METHOD)
+    nesterov: bool = _batch(True, Role.MODEL, Role.METHOD, Role.OPTIMIZER)
     """Use Nesterov momentum (sgd, muon)."""
-    beta1: float | None = _batch(None, Role.MODEL, Role.METHOD, at_least=0, less_than=1)
+    beta1: float | None = _batch(None, Role.MODEL, Role.METHOD, Role.OPTIMIZER, at_least=0, less_than=1)
     """First decay rate of adamw and lamb (default 0.9) and of novograd (default 0.95)."""
-    beta2: float | None = _batch(None, Role.MODEL, Role.METHOD, at_least=0, less_than=1)
+    beta2: float | None = _batch(None, Role.MODEL, Role.METHOD, Role.OPTIMIZER, at_least=0, less_than=1)
     """Second decay rate of adamw and lamb (default 0.999) and of novograd (default 0.98; 0 only normalizes the gradient)."""
-    grad_averaging: bool = _batch(False, Role.MODEL, Role.METHOD)
+    grad_averaging: bool = _batch(False, Role.MODEL, Role.METHOD, Role.OPTIMIZER)
     """novograd: average gradients into the momentum with weight 1 - beta1 instead of adding them."""
-    trust_coefficient: float = _batch(0.001, Role.MODEL, Role.METHOD, at_least=0)
+    trust_coefficient: float = _batch(0.001, Role.MODEL, Role.METHOD, Role.OPTIMIZER, at_least=0)
     """lars: how far a step may move a layer, as a fraction of the layer's norm, at a learning rate of 1."""
-    adapt_all: bool = _batch(False, Role.MODEL, Role.METHOD)
+    adapt_all: bool = _batch(False, Role.MODEL, Role.METHOD, Role.OPTIMIZER)
     """lars, lamb: also scale the steps of norm layers and biases by their own norms."""
-    rest: Literal["sgd", "adamw"] = _batch("sgd", Role.MODEL, Role.METHOD)
+    rest: Literal["sgd", "adamw"] = _batch("sgd", Role.MODEL, Role.METHOD, Role.OPTIMIZER)
     """muon: the optimizer of all parameters that are not hidden matrices: norm layers, biases, embeddings, the last layer."""
-    rest_lr: float | None = _batch(None, Role.MODEL, Role.METHOD, at_least=0)
+    rest_lr: float | None = _batch(None, Role.MODEL, Role.METHOD, Role.OPTIMIZER, at_least=0)
     """muon: the learning rate of these parameters at reference_batch (default: base_lr)."""
-    fixed_norm: bool = _batch(False, Role.MODEL, Role.METHOD)
+    fixed_norm: bool = _batch(False, Role.MODEL, Role.METHOD, Role.OPTIMIZER)
     """muon: rescale every matrix to the norm sqrt(rows) after each step."""
     sam_rho: float = _batch(0.0, Role.MODEL, Role.METHOD, at_least=0)
     """Sharpness-aware steps: take each part's gradient at this distance uphill from the weights (0: off; a step costs twice as
     much)."""
-    weight_decay: float = _batch(5e-4, Role.MODEL, Role.METHOD, at_least=0)
+    weight_decay: float = _batch(5e-4, Role.MODEL, Role.METHOD, Role.OPTIMIZER, at_least=0)
     """Weight decay. Norm layers and biases have none unless --decay-all."""
-    decay_all: bool = _batch(False, Role.MODEL, Role.METHOD)
+    decay_all: bool = _batch(False, Role.MODEL, Role.METHOD, Role.OPTIMIZER)
     """Also decay norm layers and biases."""
     label_smoothing: float = _batch(0.0, Role.MODEL, Role.METHOD, Role.IMAGES, at_least=0, at_most=1)
     """Label smoothing of the training loss."""
@@ -225,6 +225,8 @@ class Config(RemembersGiven):
         object.__setattr__(self, "set", make_settings({} if self.set is None else self.set))
         if self.nesterov and not self.momentum and self.optimizer in ("sgd", "muon"):
             object.__setattr__(self, "nesterov", False)  # without momentum it is plain SGD
+        if self.schedule != "own" and self.schedule_by == "auto":
+            object.__setattr__(self, "schedule_by", "step")
         for name, usual in zip(("beta1", "beta2"), _BETAS.get(self.optimizer, (0.9, 0.999)), strict=True):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, usual)

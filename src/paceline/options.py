@@ -31,6 +31,7 @@ class Role(StrEnum):
     START = "belongs to one start of a run: a resumed run does not take it from the record"
     STUDY = "a study or a rehearsal sets it for each of its runs: an arm cannot"
     METHOD = "how to train at a given batch: in a rehearsal, a packaged recipe replaces it"
+    OPTIMIZER = "configures built-in optimizers: with a task's own optimizer it matters only if the task's function reads it"
     AUGMENT = "changes training images at random: in a rehearsal, a packaged recipe can replace it"
     SEVERAL_PARTS = "needs a step of several parts: the one worker that a rehearsal compares with cannot have it"
     IMAGES = "for built-in image tasks only: a user's own task prepares its own data and loss"

@@ -11,19 +11,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
-from paceline.config import Config
+from paceline.config import Config, names_with
 from paceline.core.schedules import Schedule, scale_lr
 from paceline.data.conversion import name_type
 from paceline.errors import UsageError, first_line
 from paceline.optim import Combined, leave_graphs_to_loop, make_optimizer
 from paceline.optim.groups import trained_parameters
+from paceline.options import Role
 from paceline.output import plural
 from paceline.training.monitor import make_monitor
 from paceline.training.rates import Rates, SchedulerRates, check_mode, plan_rates, takes_metrics
@@ -34,11 +35,6 @@ from paceline.values import flag
 OWN = "own"
 _STARTS_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "Adadelta", "RAdam", "RMSprop")
 """Optimizers of torch whose whole state starts at zero."""
-_READS = (
-    *("base_lr", "momentum", "nesterov", "beta1", "beta2", "grad_averaging", "trust_coefficient", "adapt_all"),
-    *("rest", "rest_lr", "fixed_norm", "weight_decay", "decay_all"),
-)
-"""Options that only matter to an own optimizer if its function reads them."""
 
 
 def make_task_optimizer(task: Task, model: nn.Module, config: Config) -> tuple[Optimizer, tuple[str, ...]]:
@@ -204,10 +200,8 @@ def _read_lr(group: Mapping[str, Any], what: str) -> float:
 
 def _describe_unread(task: Task, config: Config) -> tuple[str, ...]:
     """Notes about options that have an effect only if the task's function reads them."""
-    given = [name for name in _READS if getattr(config, name) != getattr(Config, name)]
-    betas = {"beta1": 0.9, "beta2": 0.999}  # what Config itself sets
-    mine = {**betas, **task.defaults} if isinstance(task.defaults, Mapping) else betas
-    loud = [flag(name) for name in given if getattr(config, name) != mine.get(name)]
+    usual = {**vars(Config()), **cast(Mapping[str, Any], task.defaults)}
+    loud = [flag(name) for name in sorted(names_with(Role.OPTIMIZER)) if getattr(config, name) != usual[name]]
     if not loud:
         return ()
     them = "it" if len(loud) == 1 else "them"

@@ -31,7 +31,7 @@ class Rates:
     keys: Sequence[Hashable]
     """For each group: groups with the same key have the same rate in every step."""
     changes_settings = False
-    """Whether a scheduler has changed something else in the groups, such as momentum."""
+    """Whether a scheduler changes something else in the groups, such as momentum; known at the latest when it does."""
     fixed_length = ""
     """Why a run with these rates cannot become longer; "" if it can."""
 
@@ -83,6 +83,7 @@ class SchedulerRates(Rates):
         self._rates, self._count = self._read(), 0
         self._fresh = snapshot(scheduler.state_dict())
         self.keys = range(len(self._rates))
+        self.changes_settings = bool(getattr(scheduler, "cycle_momentum", False))
         name = type(scheduler).__name__
         self._what = f"the task's schedule, {name},"
         when = f"after each validation by its {monitor.metric}" if monitor else f"once per {by}"

@@ -27,6 +27,8 @@ from paceline.errors import PacelineError, first_line
 from paceline.output import stages
 from paceline.training.build import Run
 from paceline.training.capture.graph import Body, Graph, compiler, find_obstacle
+from paceline.training.capture.kept import Kept, Outcome, State, tensors_of
+from paceline.training.own import members, starts_at_zero
 from paceline.training.step import Executor, Requests, TrainStep, Weighted
 from paceline.training.task_step import WITHOUT_GRAPH
 
@@ -61,11 +63,22 @@ def capture(run: Run, step: TrainStep, at: int, say: Callable[[str], None]) -> E
 class CapturedStep:
     """Trains by replaying graphs: one for full steps, and one for each of the epoch's last steps that were captured."""
 
-    def __init__(self, plain: TrainStep, graphs: Mapping[int, tuple["_Case", Graph]], compiled: bool) -> None:
+    def __init__(
+        self,
+        plain: TrainStep,
+        graphs: Mapping[int, tuple["_Case", Graph]],
+        compiled: bool,
+        say: Callable[[str], None] = lambda text: None,
+        unborn: State | None = None,
+    ) -> None:
+        """`unborn`: the optimizer's state that the graphs refer to, if the first step has to initialize it."""
         self._plain, self._graphs, self.compiled = plain, graphs, compiled
+        self._say, self._unborn, self._said = say, unborn, False
 
     def __call__(self, step: Step, inputs: Iterator[Inputs], requests: Requests = (False, False)) -> Tensor:
         plain, sampler = self._plain, self._plain.parts.sampler
+        if self._unborn is not None:
+            return self._first(step, inputs, requests)
         number = step.number % sampler.steps
         case, graph = self._graphs.get(0 if number < sampler.full_steps else number, (None, None))
         if case is None or graph is None or plain.clock.follows_buckets:  # a graph has no buckets to follow
@@ -73,13 +86,32 @@ class CapturedStep:
         plain.begin(step.number, requests)
         plain.enter("data")
         given = [next(inputs) for _ in case.step.passes]
-        if not graph.fits(given):
+        if self._is_outdated() or not graph.fits(given):
             return plain.run(step, iter(given))
         plain.enter(plain.clock.before_replay)
         done = graph(given)
         plain.mark("reduce")  # from here on the host may wait for another worker
         plain.clock.replayed(graph.stamps)
         return done
+
+    def _first(self, step: Step, inputs: Iterator[Inputs], requests: Requests) -> Tensor:
+        """The first step, plain: the optimizer initializes its state. The graphs then continue with it, in their own memory."""
+        out, held = self._plain(step, inputs, requests), self._unborn or {}
+        for parameter, state in self._plain.update.optimizer.state.items():
+            for name, tensor in held.get(parameter, {}).items():
+                if name in state:
+                    state[name] = tensor.copy_(state[name])
+        self._unborn = None
+        return out
+
+    def _is_outdated(self) -> bool:
+        """Whether a scheduler has changed a setting that the graphs contain as a number."""
+        if not self._plain.update.rates.changes_settings:
+            return False
+        if not self._said:
+            self._say("the schedule changed a setting of the optimizer: from here on steps run without a CUDA graph")
+            self._said = True
+        return True
 
 
 @dataclass(frozen=True)
@@ -99,12 +131,15 @@ class _Trials:
         self.run, self.at, self.say = run, at, say
         self.plain, self.step = step, step.unwatched()
         self.epoch = at // run.sampler.steps
-        self.kept: _Kept | None = None
+        self.kept: Kept | None = None
 
     def attempt(self) -> tuple[CapturedStep | None, str]:
         """The captured step and how it was captured; or None and why not."""
         try:
-            return self._attempt()
+            captured, how = self._attempt()
+            if captured is None:
+                self._forget_state()
+            return captured, how
         except PacelineError:
             raise
         except Exception as error:
@@ -112,6 +147,7 @@ class _Trials:
                 raise
             # Capturing is optional: a real mistake in the task shows again in the first step.
             self._put_back()
+            self._forget_state()
             return None, f"{type(error).__name__}: {first_line(error)}"
 
     def _attempt(self) -> tuple[CapturedStep | None, str]:
@@ -122,10 +158,11 @@ class _Trials:
         run.model.train()
         step.update.begin(self.at)
         full = self._case(0)
-        self.kept = _Kept(run)
+        self.kept = Kept(run)
         for _ in range(_warm_ups(run)):
             before = self._run_plain(full)
-        why = any_reason(run.world, self._two_seeds(full))  # before anything else that only some workers might do
+        # Before anything else that only some workers might do.
+        why = any_reason(run.world, self._two_seeds(full) or self.kept.why_not())
         if why:
             return None, why
         expected, why = self._check_plain(full, before)
@@ -145,9 +182,25 @@ class _Trials:
                     compiled, not_compiled = self._record_compiled(full, expected)
         graph = compiled or plain
         assert graph is not None
-        captured = CapturedStep(self.plain, {0: (full, graph), **self._tails()}, compiled is not None)
+        graphs = {0: (full, graph), **self._tails()}
+        captured = CapturedStep(self.plain, graphs, compiled is not None, self.say, self._take_state())
         self.kept = None  # which would hold a copy of all weights as long as the graphs live
         return captured, " and compiled" if compiled else f" (not compiled: {not_compiled})"
+
+    def _take_state(self) -> State | None:
+        """The state of a new optimizer of the task's own, taken out of it unless all of it starts at zero: only its first step
+        knows how it starts."""
+        optimizer = self.run.update.optimizer
+        if all(map(starts_at_zero, members(optimizer))) or not (self.kept and self.kept.fresh):
+            return None
+        taken = {parameter: tensors_of(state) for parameter, state in optimizer.state.items()}
+        optimizer.state.clear()
+        return taken
+
+    def _forget_state(self) -> None:
+        """After an attempt that failed, let a new optimizer of the task's own initialize its state in the first step."""
+        if self.kept is not None and self.kept.fresh and self.run.update.is_own:
+            self.run.update.optimizer.state.clear()
 
     def _case(self, number: int) -> _Case:
         """A step of this epoch, with its inputs as the loop would have them."""
@@ -160,15 +213,15 @@ class _Trials:
     def _body(self, case: _Case, weighted: Weighted | None = None) -> Body:
         return lambda inputs: self.step.run(case.step, iter(inputs), weighted)
 
-    def _run_plain(self, case: _Case) -> "_Outcome":
+    def _run_plain(self, case: _Case) -> Outcome:
         """What a plain step gives. It is undone."""
         case.seed()
         return self._outcome(self._body(case)(case.inputs))
 
-    def _outcome(self, out: Tensor) -> "_Outcome":
+    def _outcome(self, out: Tensor) -> Outcome:
         """What the last step gave. It is undone."""
         assert self.kept is not None
-        outcome = _Outcome(float(out[0]), self.kept.distance())
+        outcome = Outcome(float(out[0]), self.kept.distance())
         self.kept.put_back()
         return outcome
 
@@ -178,7 +231,7 @@ class _Trials:
         if self.kept is not None:
             self.kept.put_back()
 
-    def _check_plain(self, case: _Case, before: "_Outcome") -> tuple["_Outcome", str]:
+    def _check_plain(self, case: _Case, before: Outcome) -> tuple[Outcome, str]:
         """What a plain step gives, and what in it a graph could not repeat. It is undone."""
         case.seed()
         out, why = find_obstacle(self._body(case), case.inputs, self.run.model, self.step.forward.objective)
@@ -195,7 +248,7 @@ class _Trials:
             return f"the model draws random numbers in each of {passes} passes, and a graph has one seed"
         return ""
 
-    def _record(self, case: _Case, expected: "_Outcome", weighted: Weighted | None = None) -> tuple[Graph | None, str]:
+    def _record(self, case: _Case, expected: Outcome, weighted: Weighted | None = None) -> tuple[Graph | None, str]:
         """A graph that does what the plain step does, or why not. The same on every worker."""
         graph, why = None, ""
         try:
@@ -216,7 +269,7 @@ class _Trials:
         why = any_reason(self.run.world, why)
         return (None if why else graph), why
 
-    def _record_compiled(self, case: _Case, expected: "_Outcome") -> tuple[Graph | None, str]:
+    def _record_compiled(self, case: _Case, expected: Outcome) -> tuple[Graph | None, str]:
         """The same for the compiled step."""
         self.say("compiling the step: about 20 s the first time, less in later runs")
         stages.enter("compiling the step")
@@ -264,47 +317,6 @@ class _Trials:
         return found
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What a step gave: its loss, and how far it moved the weights."""
-
-    loss: float
-    distance: float
-
-    def is_like(self, other: "_Outcome", tolerance: float) -> bool:
-        """Equal up to a relative tolerance; two NaNs are equal."""
-        pairs = ((self.loss, other.loss), (self.distance, other.distance))
-        return all(a == b or (a != a and b != b) or abs(a - b) <= tolerance * abs(b) + 1e-12 for a, b in pairs)
-
-
-class _Kept:
-    """Copies of all that a step changes, to be restored after a trial."""
-
-    def __init__(self, run: Run) -> None:
-        self._optimizer, self._fresh = run.update.optimizer, not run.update.optimizer.state
-        self._tensors = [*run.model.parameters(), *run.model.buffers(), *run.parts.statistics.tensors(), *self._state()]
-        self._tensors += [*run.kept().values(), *run.update.lrs.values()]
-        self._copies = [tensor.detach().clone() for tensor in self._tensors]
-
-    @torch.no_grad()
-    def distance(self) -> float:
-        """How far the weights have moved."""
-        pairs = zip(self._tensors, self._copies, strict=True)
-        return float(torch.stack([(tensor - copy).float().norm() for tensor, copy in pairs if tensor.requires_grad]).norm())
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for tensor, copy in zip(self._tensors, self._copies, strict=True):
-            tensor.copy_(copy)
-        if self._fresh:  # all our optimizers start at zero
-            for tensor in self._state():
-                tensor.zero_()
-
-    def _state(self) -> list[Tensor]:
-        states = self._optimizer.state.values()
-        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
-
-
 def _why_never(run: Run) -> str:
     """What rules a graph out before anything is tried."""
     if run.task_step is not None:
@@ -313,8 +325,15 @@ def _why_never(run: Run) -> str:
         return f"the backend is {run.world.backend}, and only NCCL can be part of a graph"
     if run.world.size > 1 and run.parts.engine.noise is not None and run.config.reduce == "fast":
         return "the noise scale is measured within DDP's averaging"
+    if not run.update.lrs and run.update.is_own:
+        name = type(run.update.optimizer).__name__
+        return (
+            f"{name}, the task's own optimizer, reads its learning rate on the host (it has no capturable=True or fused=True)"
+        )
     if not run.update.lrs:
         return "the optimizer has no fused form for this model, and reads its learning rate on the host"
+    if run.update.rates.changes_settings:
+        return "the task's schedule changes momentum, which a graph would not"
     if not run.sampler.full_steps:
         return "an epoch has no full step"
     return ""
@@ -322,7 +341,8 @@ def _why_never(run: Run) -> str:
 
 def _warm_ups(run: Run) -> int:
     """Steps before the recorded one: torch's libraries initialize in the first, and DDP measures its own first ten."""
-    return 11 if run.world.size > 1 and run.config.reduce == "fast" else 1
+    # After one more, a new optimizer of the task's own is in the state that every later trial starts from.
+    return (11 if run.world.size > 1 and run.config.reduce == "fast" else 1) + run.update.is_own
 
 
 @contextmanager

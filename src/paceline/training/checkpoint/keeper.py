@@ -246,8 +246,6 @@ def _options(config: Config) -> dict[str, Any]:
     """The options that the weights depend on."""
     roles = (Role.MODEL,) if config.reduce == "fast" else (Role.MODEL, Role.ROUNDING)
     options = {name: value for name, value in vars(config).items() if name in names_with(*roles)}
-    if options["schedule"] != "own" and options["schedule_by"] == "auto":
-        options["schedule_by"] = "step"  # as older records say
     return {**options, **({"fast": "auto"} if options.get("fast") == "on" else {})}  # the same bits in exact mode
 
 
