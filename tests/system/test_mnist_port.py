@@ -2,8 +2,8 @@
 
 import difflib
 import importlib.util
-import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from harness.processes import paceline, run, run_workers
+from harness.processes import run, run_workers
+from harness.training import train_in
 from paceline.dist.world import World
 from paceline.training.loop import model_sha256
+from paceline.training.tasks import resolve
 
 MNIST = Path(__file__).parents[2] / "examples" / "mnist"
 
@@ -150,13 +152,19 @@ def test_plain_runs_as_it_is_and_the_port_under_torchrun(tmp_path: Path) -> None
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["a.pt", "b.pt"]
 
 
-def test_the_task_keeps_adadelta_and_steplr(runs: Path) -> None:
-    flags = ("--max-steps", "6", "--epochs", "3", "--global-batch", "3000", "--reference-batch", "3000", "--eval-batch", "500")
-    done = paceline("train", str(MNIST / "task.py"), "--workers", "2", *flags, "--reduce", "exact", "--log-every", "1")
-    assert done.returncode == 0, done.stderr
-    assert "Adadelta" in done.stdout
-    (record,) = runs.glob("*")
-    rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
-    assert [row["lr"] for row in rows if row["kind"] == "step"] == pytest.approx([1, 1, 0.7, 0.7, 0.49, 0.49])
-    assert {"val_loss", "val_accuracy"} <= set(next(row for row in rows if row["kind"] == "epoch"))
-    assert (record / "model.safetensors").exists()
+def task(world: World) -> tuple[str, list[float], dict[str, float], str]:
+    """The task on 240 images: three epochs of two steps."""
+    made, _ = resolve(str(MNIST / "task.py"), {})
+    small = replace(made, train=made.train.first(240), validation=made.validation.first(100))
+    trained = train_in(world, small, {"epochs": 3, "global_batch": 120, "reference_batch": 120, "reduce": "exact"})
+    rates = [row["lr"] for row in trained.watcher.steps]
+    return trained.result.model_sha256, rates, trained.result.metrics, ", ".join(sorted(trained.optimizer))
+
+
+def test_the_task_keeps_adadelta_and_steplr_and_has_one_hash() -> None:
+    (found, *others) = [result for workers in (1, 2) for result in run_workers(task, workers)]
+    assert all(other == found for other in others)
+    _, rates, metrics, state = found
+    assert rates == pytest.approx([1, 1, 0.7, 0.7, 0.49, 0.49])
+    assert set(metrics) == {"loss", "accuracy"}
+    assert "acc_delta" in state, "Adadelta's state"

@@ -23,10 +23,13 @@ def print(*values: Any, **options: Any) -> None:
 
 
 def save(state: Any, path: str | os.PathLike[str]) -> None:
-    """torch.save on rank 0 only, to a temporary file that is then renamed: the file is complete, or the old one stays."""
+    """torch.save on rank 0 only, to a temporary file that is then renamed: the file is complete, or the old one stays.
+
+    Equal states make equal files.
+    """
     if _rank() == 0:
-        with replacing(Path(path)) as temporary:
-            torch.save(state, temporary)
+        with replacing(Path(path)) as temporary, temporary.open("wb") as file:
+            torch.save(state, file)  # given a path, it would write the temporary name into the file
 
 
 def total(*values: Any) -> Any:

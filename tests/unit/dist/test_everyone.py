@@ -26,6 +26,12 @@ def test_rank_0_alone_prints_and_saves(tmp_path: Path, monkeypatch: pytest.Monke
     assert torch.load(tmp_path / "0.pt")["weight"].tolist() == [1, 1]
 
 
+def test_equal_states_make_equal_files(tmp_path: Path) -> None:
+    for name in ("one.pt", "two.pt"):
+        paceline.save({"weight": torch.ones(2)}, tmp_path / name)
+    assert (tmp_path / "one.pt").read_bytes() == (tmp_path / "two.pt").read_bytes()
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     paceline.save([1], tmp_path / "file.pt")
     with pytest.raises((AttributeError, TypeError, RuntimeError)):
