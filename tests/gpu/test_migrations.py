@@ -43,3 +43,5 @@ def test_lightning_before_and_after_end_alike(tmp_path: Path, monkeypatch: pytes
     after = paceline("train", str(MIGRATE / "lightning_after.py"), "--workers", "2", env=cpu)
     assert after.returncode == 0, after.stderr
     assert abs(accuracy(done.stdout) - accuracy(after.stdout)) < NEAR
+    losses = [float(re.findall(r"loss'?:? (?:tensor\()?(\d\.\d+)", text)[-1]) for text in (done.stdout, after.stdout)]
+    assert abs(losses[0] - losses[1]) < NEAR

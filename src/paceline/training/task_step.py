@@ -102,8 +102,8 @@ class TaskStep(TrainStep):
             self._check_names(values)
             self._names = self.forward.names = names
         device = self.parts.world.device
-        found = [torch.as_tensor(values[name], dtype=torch.float32, device=device) for name in names]
-        return torch.stack([value.detach().reshape(()) for value in found])
+        read = [torch.as_tensor(values[name], dtype=torch.float32, device=device) for name in names]
+        return torch.stack([value.detach().reshape(()) for value in read])
 
     def _check_names(self, values: Mapping[Any, Any]) -> None:
         if len(values) > MOST_METRICS:
