@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from paceline.core.schedules import Schedule as Schedule
     from paceline.data.augment import Images as Images
     from paceline.data.loaders import Arrays as Arrays
+    from paceline.dist.everyone import print as print
+    from paceline.dist.everyone import save as save
+    from paceline.dist.everyone import total as total
     from paceline.dist.world import World as World
     from paceline.dist.world import world as world
     from paceline.errors import PacelineError as PacelineError
@@ -37,6 +40,9 @@ _MODULES = {
     "Task": "paceline.training.task",
     "World": "paceline.dist.world",
     "classify": "paceline.training.task",
+    "print": "paceline.dist.everyone",
+    "save": "paceline.dist.everyone",
+    "total": "paceline.dist.everyone",
     "train": "paceline.training.run",
     "world": "paceline.dist.world",
 }

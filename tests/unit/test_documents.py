@@ -143,7 +143,10 @@ def test_every_flag_exists(document: Path, known_flags: set[str]) -> None:
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
     """Flags of all verbs, of the benches and tools, and of the course's script."""
-    scripts = (ROOT / "fashion_mnist.py", *ROOT.glob("bench/*.py"), *ROOT.glob("tools/*.py"))
+    scripts = (
+        ROOT / "fashion_mnist.py",
+        *(path for folder in ("bench", "tools", "examples/mnist") for path in ROOT.glob(f"{folder}/*.py")),
+    )
     defined = {flag for path in scripts for flag in re.findall(r'"(--[a-z][a-z0-9-]+)"', path.read_text())}
     _, verbs = paceline.cli.make_parser(paceline.cli.VERBS)
     return defined.union(*(parser._option_string_actions for parser in verbs.values()))

@@ -17,6 +17,9 @@ PUBLIC = [
     "Task",
     "World",
     "classify",
+    "print",
+    "save",
+    "total",
     "train",
     "world",
 ]

@@ -13,8 +13,9 @@
 The trained model depends on V, never on the number of workers P. `paceline train` runs on this same class.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -24,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.core.carrier import MOST_METRICS
+from paceline.core.batches import Dealt, data_of, move, plan_batches, with_batches
 from paceline.core.deal import Pass, check_parts, cut_epoch, deal_parts
 from paceline.core.determinism import set_deterministic
-from paceline.core.engine import Engine, Work, weigh
+from paceline.core.engine import Engine
 from paceline.core.exact_mean import Chunks, check_names, lay_out, mean_over_workers
 from paceline.core.keyed import KeyedDataset, PassSampler
 from paceline.core.keys import key, seed_all
@@ -36,6 +37,8 @@ from paceline.core.norms import can_group, group_batch_norms
 from paceline.core.sampler import Sampler
 from paceline.core.shapes import check_shapes
 from paceline.core.statistics import Statistics, spans_workers
+from paceline.core.step import Part as Part
+from paceline.core.step import Step as Step
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.output import plural
@@ -56,9 +59,10 @@ class Parts:
     def __init__(
         self,
         model: nn.Module,
+        loader: DataLoader[Any] | None = None,
         *,
-        samples: int,
-        global_batch: int,
+        samples: int | None = None,
+        global_batch: int | None = None,
         virtual_workers: int | None = None,
         reduce: Literal["fast", "exact"] = "fast",
         seed: int = 0,
@@ -69,16 +73,19 @@ class Parts:
     ) -> None:
         """Collective: call on every rank, with the same arguments.
 
-        samples: training samples in an epoch. global_batch: samples per step over all workers. virtual_workers: V (default: the
-        number of workers). reduce: "fast" averages with DDP; "exact" sums integers, so that the weights have the same bits on
-        any number of workers (it also makes this process use deterministic kernels and one CPU thread). accumulate: cut each
-        part into this many micro-batches. at_once: parts per forward pass; more than one needs a model whose samples do not
-        mix outside batch norm, and no dropout. measure_noise: keep `noise_scale` up to date. world: from `paceline.world()`; by
-        default, torch's process group.
+        loader: the DataLoader of a script for one worker. Its batch size is the global batch, whatever the number of workers;
+        its dataset, collate_fn and processes stay; the order of samples follows from the seed, and nothing is dropped. Without
+        one, give `samples`, training samples in an epoch, and `global_batch`, samples per step over all workers.
+        virtual_workers: V (default: the number of workers). reduce: "fast" averages with DDP; "exact" sums integers, so that
+        the weights have the same bits on any number of workers (it also makes this process use deterministic kernels and one
+        CPU thread). accumulate: cut each part into this many micro-batches. at_once: parts per forward pass; more than one
+        needs a model whose samples do not mix outside batch norm, and no dropout. measure_noise: keep `noise_scale` up to date.
+        world: from `paceline.world()`; by default, torch's process group.
         """
         self.model, self.world = model, world or _default_world(model)
         parts = virtual_workers or self.world.size
         check_parts(parts, self.world.size)
+        samples, global_batch = plan_batches(loader, samples, global_batch)
         if min(at_once, accumulate, global_batch) < 1:
             raise UsageError("at_once, accumulate and global_batch must be at least 1")
         if reduce not in ("fast", "exact"):
@@ -102,6 +109,7 @@ class Parts:
         units = [len(group) for groups in dealt for group in groups] if measure_noise else None
         self.engine = Engine(model, self.sampler, self.world, exact=self.exact, units=units)
         self.statistics = Statistics(model, self.groups, parts)
+        self._loader = None if loader is None else with_batches(loader, KeyedDataset(loader.dataset, seed), PassSampler())
 
     @property
     def virtual_workers(self) -> int:
@@ -128,18 +136,20 @@ class Parts:
     def epoch(self, epoch: int, loader: DataLoader[Any] | None = None, start: int = 0) -> Iterator["Step"]:
         """This worker's steps of an epoch. Collective: go through it on every rank.
 
-        `start`: steps of this epoch that are done already. With a loader from `loader()`, parts have their `batch`. After the
-        last step the model gets the mean of the parts' batch-norm statistics.
+        `start`: steps of this epoch that are done already. With a loader, which Parts or `loader()` was given, parts have their
+        `batch`. After the last step the model gets the mean of the parts' batch-norm statistics.
         """
         if not 0 <= start <= self.sampler.steps:
             raise UsageError(f"start is {start}: it must be how many of this epoch's {self.sampler.steps} steps are done")
         self._check_trained()
         steps = self.steps(epoch, range(start, self.sampler.steps))
         batches: Iterator[Any] | None = None
+        loader = self._loader if loader is None else loader
         if loader is not None:
             batches = _batches(loader, [item.samples for step in steps for item in step.passes], epoch)
         for step in steps:
             step.batches = None if batches is None else islice(batches, len(step.passes))
+            step.make = partial(move, device=self.world.device)
             yield step
             for _ in step.batches or ():  # of a step that was skipped
                 pass
@@ -178,30 +188,42 @@ class Parts:
             raise UsageError(f"the dataset has {len(keyed):,} samples, and Parts was made for {self.sampler.samples:,}")
         return DataLoader(keyed, batch_sampler=PassSampler(), num_workers=num_workers, **options)
 
-    def seed(self, step: int, item: Pass) -> None:
-        """Seed what a pass may draw: by the step and the part, never by the rank (law 3)."""
-        seed_all(key(self.sampler.seed, step, item.parts[0], item.micro), self.world.device)
+    def seed(self, step: int, item: Pass, phase: int = 0) -> None:
+        """Seed what a pass may draw: by the step, the phase and the part, never by the rank (law 3)."""
+        seed_all(key(self.sampler.seed, step, item.parts[0], item.micro, *([phase] if phase else [])), self.world.device)
 
     # --- evaluation and checkpoints ---
 
     @torch.no_grad()
     def evaluate(
-        self, samples: int, function: Callable[[Tensor], Mapping[str, Tensor]], *, batch: int = 250, epoch: int = 0
+        self,
+        data: int | Dataset[Any] | DataLoader[Any],
+        function: Callable[[Any], Mapping[str, Tensor]],
+        *,
+        batch: int | None = None,
+        epoch: int = 0,
     ) -> dict[str, float]:
-        """The exact mean of each metric over `samples` samples: every sample counts once, for any number of workers.
+        """The exact mean of each metric over all samples of `data`: every sample counts once, on any number of workers.
 
-        `function` gets sample numbers and returns metrics with one value per sample, or one number for all of them. If it
-        also returns "weight", means are weighted by it. The model is in evaluation mode, with the mean of the parts'
-        batch-norm statistics. Random numbers follow from (seed, epoch, chunk). Collective: call on every rank.
+        `data` is a DataLoader, a Dataset or a number of samples. `function` gets a batch on the model's device, or sample
+        numbers, and returns metrics: one value per sample, or one number for all of them. If it also returns "weight", means
+        are weighted by it. The model is in evaluation mode, with the mean of the parts' batch-norm statistics. Random numbers
+        follow from (seed, epoch, chunk). `batch`: samples per call (default: the loader's, or 250). Collective: call on every
+        rank.
         """
-        chunks, rows = Chunks(samples, batch, self.world), []
+        dataset, samples, size = data_of(data)
+        chunks, rows = Chunks(samples, batch or size, self.world), []
+        given: Iterable[Any] = map(torch.from_numpy, chunks.mine)
+        if dataset is not None:
+            loader = data if isinstance(data, DataLoader) else DataLoader(dataset)
+            given = self._batches_of(loader, chunks)
         modes = [(module, module.training) for module in self.model.modules()]
         self.average_statistics()
         self.model.eval()
         names: tuple[str, ...] = ()
-        for number, chunk in zip(chunks.numbers, chunks.mine, strict=True):
+        for number, chunk, inputs in zip(chunks.numbers, chunks.mine, given, strict=True):
             seed_all(key(self.sampler.seed, _EVALUATION, epoch, number), self.world.device)
-            values = function(torch.from_numpy(chunk))
+            values = function(inputs)
             names = names or tuple(values)
             check_names(tuple(values), names)
             check_shapes(values, len(chunk), "the function given to evaluate returned")
@@ -209,6 +231,22 @@ class Parts:
         for module, training in modes:
             module.training = training
         return mean_over_workers(chunks, names, rows)
+
+    def deal(self, loader: DataLoader[Any]) -> Dealt:
+        """This worker's batches of a DataLoader, for an evaluation loop of your own. `paceline.total` adds up the sums.
+
+        Every sample is in one batch of one worker, and the batches are the same on any number of workers. They are on the
+        model's device. The model gets the mean of the parts' batch-norm statistics. Collective: call on every rank.
+        """
+        self.average_statistics()
+        _, samples, size = data_of(loader)
+        return self._batches_of(loader, Chunks(samples, size, self.world))
+
+    def _batches_of(self, loader: DataLoader[Any], chunks: Chunks) -> Dealt:
+        sampler = PassSampler()
+        sampler.set_epoch(chunks.mine, None)
+        keyed = KeyedDataset(loader.dataset, self.sampler.seed)
+        return Dealt(with_batches(loader, keyed, sampler), loader.dataset, self.world.device)
 
     def average_statistics(self) -> None:
         """Put the mean of all parts' batch-norm statistics into the model. Collective: call on every rank."""
@@ -232,117 +270,6 @@ class Parts:
         self.statistics.scatter(state["statistics"], state["counts"])
         if self.engine.noise is not None:
             self.engine.noise.state.copy_(state["noise"])
-
-
-@dataclass
-class Step:
-    """One optimizer step: iterate over it for this worker's parts, then call `reduce`."""
-
-    team: Parts = field(repr=False)
-    number: int
-    """Counted over the whole run, from 0."""
-    samples: int
-    """Samples of all workers."""
-    passes: list[Pass] = field(repr=False)
-    batches: Iterator[Any] | None = field(default=None, repr=False)
-    _names: tuple[str, ...] = ()
-    _done: int = 0
-    _reduced: bool = False
-    _current: "Part | None" = field(default=None, repr=False)
-
-    def __iter__(self) -> Iterator["Part"]:
-        """This worker's parts. Each is seeded, and the batch-norm layers use its statistics, while the loop body runs.
-
-        Gradients from before this step are dropped.
-        """
-        self.team.model.zero_grad(set_to_none=True)
-        for part in self.parts():
-            self._current = part
-            if self.batches is not None:
-                part.batch = next(self.batches)
-            self.team.seed(self.number, part.item)
-            yield part
-
-    def parts(self) -> Iterator["Part"]:
-        """The same, for a caller that loads and seeds by itself."""
-        self.team.engine.begin(self.samples)
-        for number, item in enumerate(self.passes):
-            self.team.statistics.use(item)
-            yield Part(self, item, number == len(self.passes) - 1)
-
-    def reduce(self) -> dict[str, Tensor]:
-        """Combine all parts' gradients into the parameters' `.grad`; returns the mean of each metric over all samples.
-
-        Reading a metric waits for the device. Collective: call on every rank.
-        """
-        if self._reduced:
-            raise UsageError(f"step {self.number} is reduced already: call reduce once per step")
-        if self._done != len(self.passes):
-            raise UsageError(
-                f"step {self.number}: backward was called for {self._done} of this worker's {plural(len(self.passes), 'part')}:"
-                " call part.backward(loss) once for each"
-            )
-        self._reduced = True
-        names = [name for name in self._names if name != "weight"]
-        return dict(zip(names, self.team.engine.reduce(), strict=False))
-
-    def count_backward(self, part: "Part") -> None:
-        """Raise a UsageError unless this is the current part's first backward."""
-        if self._current is not part:
-            raise UsageError("call part.backward(loss) once per part, inside `for part in step`")
-        self._current = None
-        self._done += 1
-
-    def forget(self) -> None:
-        """Skip the rest of this step: its gradients are dropped."""
-        self.team.engine.forget()
-
-    def name_metrics(self, names: tuple[str, ...]) -> None:
-        """Raise a UsageError unless all parts of the step report the same metrics."""
-        if self._names and self._names != names:
-            raise UsageError(f"one part reported {', '.join(names)}, another {', '.join(self._names)}: report the same metrics")
-        self._names = names
-
-
-@dataclass
-class Part:
-    """One forward and backward pass of a step: one part, or several at once, or a micro-batch of them."""
-
-    step: Step
-    item: Pass
-    final: bool
-    """This worker's last pass in this step."""
-    batch: Any = None
-    """From the loader given to `Parts.epoch`."""
-
-    @property
-    def samples(self) -> Tensor:
-        """Numbers of the samples to train on."""
-        return torch.from_numpy(self.item.samples)
-
-    def backward(self, loss: Tensor, *, weight: Tensor | None = None, **metrics: Tensor) -> None:
-        """Add the gradient of this part's mean loss.
-
-        The loss and the metrics are means over the part, or have one value per sample. With `weight` (one number that belongs
-        to the mean, such as its number of tokens, or one per sample) the step follows the mean weighted by it.
-        """
-        names, values = ("loss", *sorted(metrics)), {"loss": loss, **metrics}
-        if len(names) > MOST_METRICS:
-            raise UsageError(f"a part reported {len(names)} metrics: at most {MOST_METRICS} can be combined")
-        if weight is not None:
-            check_shapes({**values, "weight": weight}, len(self.item.samples), "part.backward got")
-        self.step.name_metrics(names if weight is None else (*names, "weight"))
-        self.step.count_backward(self)
-
-        def work(share: float) -> tuple[Tensor, Tensor]:
-            return weigh(values, names, weight, share, len(self.item.samples))
-
-        self.run(work)
-
-    def run(self, work: Work) -> None:
-        """Forward and backward. `work` runs inside DDP's forward: only there does a compiled loss overlap with averaging."""
-        engine = self.step.team.engine
-        engine.run(self.item, engine.share(self.item, self.step.samples), self.final, work)
 
 
 def _default_world(model: nn.Module) -> World:

@@ -36,8 +36,9 @@ from paceline.training.grouping import Grouping, choose_grouping, measures_noise
 from paceline.training.local import first_local_step
 from paceline.training.own import OWN, describe_own, make_rates, make_task_optimizer
 from paceline.training.precision import choose_precision
-from paceline.training.task import Task
+from paceline.training.task import StepFunction, Task
 from paceline.training.task_fields import Data, check_made_model
+from paceline.training.task_step import check_options as check_step_options
 from paceline.training.terms import describe_batch, describe_update, make_contract, make_steps
 from paceline.training.trial import Trial
 from paceline.training.update import Update
@@ -71,6 +72,8 @@ class Run:
     data_sha256: str
     """Of all data sets. A resumed run must find the same."""
     contract: Contract
+    task_step: StepFunction | None = None
+    """The task's own step function."""
     notes: tuple[str, ...] = ()
     """What to tell the user before the first step."""
 
@@ -127,6 +130,8 @@ class Run:
 
 def build(task: Task, config: Config, world: World) -> Run:
     """Load the data, make the model, work out the contract. Collective: call on every rank."""
+    if task.step is not None:
+        check_step_options(config)
     precision, notes = choose_precision(config, world)
     with deterministic(config.reduce == "exact"):
         run = _build(task, replace(config, precision=precision), world)
@@ -195,6 +200,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
         validation_sets={name: ValidationSet(load(data), count_samples(data)) for name, data in validation.items()},
         data_sha256=data_sha256,
         contract=make_contract(config, world, sampler, rates.schedule, about),
+        task_step=task.step,
         notes=notes,
     )
 
@@ -233,6 +239,8 @@ def _make_model(trial: Trial) -> tuple[nn.Module, Grouping, tuple[str, ...]]:
     model = own_buffers(model.to(world.device))
     notes += _check_norm_part(model, config.norm_part)
     grouping = choose_grouping(model, config, parts, world.size)
+    if task.step is not None and not grouping.one_pass:
+        grouping = Grouping(1, "in turn: the task has its own step function")
     why, note = trial.try_prepare() if parts > 1 else ("", "")
     notes += (note,) if note else ()
     if grouping.at_once > 1 and not grouping.one_pass:

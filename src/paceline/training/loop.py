@@ -32,6 +32,7 @@ from paceline.training.meter import EpochMeans, Meter
 from paceline.training.observers import Observer, Result
 from paceline.training.step import Executor, TrainStep
 from paceline.training.task_checks import TaskChecks
+from paceline.training.task_step import TaskStep
 from paceline.training.timing.clock import Clock
 from paceline.training.timing.health import Health
 from paceline.training.timing.profile import Profile
@@ -83,7 +84,10 @@ def make_step(
     """The plain step of a run that starts at step `number`."""
     checks = TaskChecks(run.parts, run.forward, say)
     mark = watch.mark if watch else lambda number, phase: None
-    return TrainStep(run.parts, run.forward, run.update, clock=clock, checks=checks, mark=mark, sam=run.sam(), number=number)
+    given: dict[str, Any] = {"clock": clock, "checks": checks, "mark": mark, "sam": run.sam(), "number": number}
+    if run.task_step is not None:
+        return TaskStep(run.task_step, run.parts, run.forward, run.update, **given)
+    return TrainStep(run.parts, run.forward, run.update, **given)
 
 
 def make_clock(run: Run) -> Clock:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.config import Config
+from paceline.core.step import Step
 from paceline.data.conversion import name_type
 from paceline.data.loaders import Batch, Prepare
 from paceline.errors import SampleError, UsageError
@@ -18,6 +19,9 @@ from paceline.training.task_fields import Source
 
 Objective = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(model, batch) -> {"loss": ..., any other metric: ..., "weight": optional, "outputs": optional}: see `Task.objective`."""
+
+StepFunction = Callable[[Step, nn.Module, Mapping[str, Optimizer]], Mapping[str, Tensor] | None]
+"""(step, model, optimizers by name) -> metrics of the step, "loss" among them; None: those of the last reduction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,11 @@ class Task:
     """The learning-rate schedule: a function `step -> factor`, or a function `optimizer -> scheduler` that makes a scheduler of
     torch. Further parameters named `steps`, `epochs` or `steps_per_epoch` get the length of the run. None: `--schedule`."""
 
+    step: StepFunction | None = None
+    """One training step of the task's own, for several optimizers or reductions: a function of (step, model, optimizers). It
+    calls `step.backward(function)` or iterates over the step once per reduction, steps the optimizers and returns the metrics.
+    The objective then serves validation alone. None: one reduction of the objective's loss, one optimizer step."""
+
     def __new__(cls, **given: Any) -> Self:
         """Raise a UsageError for a field that does not exist, with the nearest one."""
         task_fields.check_known(given, (each.name for each in fields(cls)))
@@ -90,6 +99,7 @@ class Task:
         task_fields.check_prepare(self.name, self.prepare)
         task_fields.check_optimizer(self.name, self.optimizer)
         task_fields.check_schedule(self.name, self.schedule)
+        task_fields.check_step(self.name, self.step)
         object.__setattr__(self, "defaults", task_fields.check_defaults(self.name, self.defaults))
         for own in ("optimizer", "schedule"):
             task_fields.check_one_of(self.name, own, getattr(self, own), self.defaults)

@@ -31,6 +31,7 @@ _MEANT = {
     **dict.fromkeys(("val", "valid", "dev", "test", "eval", "val_data", "test_data"), "validation"),
     **dict.fromkeys(("loss", "loss_fn", "criterion"), "objective"),
     **dict.fromkeys(("net", "network", "module"), "model"),
+    **dict.fromkeys(("training_step", "train_step", "step_fn"), "step"),
     **dict.fromkeys(("transform", "transforms", "augment", "preprocess"), "prepare"),
     **dict.fromkeys(("config", "options", "hparams"), "defaults"),
     **dict.fromkeys(("optim", "optimizers", "opt", "configure_optimizers"), "optimizer"),
@@ -178,6 +179,13 @@ def check_optimizer(name: str, optimizer: Any) -> None:
         raise UsageError(f"task {name}: optimizer is the class {shown}: write {fix.replace('RMSprop', shown)}")
     if optimizer is not None:
         _check_call(name, "optimizer", optimizer, ("model", "config"), fix)
+
+
+def check_step(name: str, step: Any) -> None:
+    """A function of (step, model, optimizers), or None."""
+    if step is not None:
+        fix = "def step(step, model, optimizers): return step.backward(...)"
+        _check_call(name, "step", step, ("step", "model", "optimizers"), fix)
 
 
 def check_schedule(name: str, schedule: Any) -> None:

@@ -30,6 +30,7 @@ from paceline.training.capture.graph import Body, Graph, compiler, find_obstacle
 from paceline.training.capture.kept import Kept, Outcome, State, tensors_of
 from paceline.training.own import members, starts_at_zero
 from paceline.training.step import Executor, Requests, TrainStep, Weighted
+from paceline.training.task_step import WITHOUT_GRAPH
 
 COMPILE_PAYS_S = 180.0
 """In auto, compile if this much training is left: it takes about 20 s the first time and saves 15 to 25%."""
@@ -319,6 +320,8 @@ class _Trials:
 
 def _why_never(run: Run) -> str:
     """What rules a graph out before anything is tried."""
+    if run.task_step is not None:
+        return WITHOUT_GRAPH
     if run.world.size > 1 and run.world.backend != "nccl":
         return f"the backend is {run.world.backend}, and only NCCL can be part of a graph"
     if run.world.size > 1 and run.parts.engine.noise is not None and run.config.reduce == "fast":
