@@ -19,6 +19,7 @@ import math
 import os
 import queue
 import re
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -190,6 +191,20 @@ def load_latest(folder: Path, notify: Notify) -> Checkpoint | None:
             then = "using the previous one" if place < len(steps) else "there is no other"
             notify(f"checkpoint {name} is damaged ({reason(error)}): {then}")
     return None
+
+
+def copy_latest(source: Path, target: Path, notify: Notify) -> bool:
+    """Copy the newest good checkpoint to another folder, complete or not at all. False if there is none."""
+    found = load_latest(source, notify)
+    if found is None:
+        return False
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with replacing(_path(target, found.step), sync_folder=True) as temporary:
+            shutil.copyfile(_path(source, found.step), temporary)
+    except OSError as error:
+        raise CheckpointError(f"cannot copy a checkpoint from {source} to {target}: {reason(error)}") from None
+    return True
 
 
 class _Damaged(Exception):
