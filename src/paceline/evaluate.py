@@ -63,9 +63,7 @@ def describe(found: dict[str, Any]) -> str:
     """The table, and a line about what was evaluated."""
     own = found["in_the_record"]
     heads = ["metric", "value", *(["in the record"] if own else [])]
-    rows = [
-        [name, f"{value:.6g}", *([_number(own.get(name))] if own else [])] for name, value in found["metrics"].items()
-    ]
+    rows = [[name, f"{value:.6g}", *([_number(own.get(name))] if own else [])] for name, value in found["metrics"].items()]
     about = f"{found['weights']} on {found['data']}, {found['samples']:,} samples"
     return f"{make_table(heads, rows)}\n{about}"
 

@@ -1,7 +1,7 @@
 """What happens with a trained model on any number of workers: `paceline evaluate` and `paceline predict`.
 
-Both build the run of a record again: its task, its options and its weights, with the data to look at in place of the task's own.
-One CPU thread per worker and deterministic kernels give the same numbers on any number of workers.
+Both build the run of a record again: its task, its options and its weights, with the data to look at in place of the task's
+own. One CPU thread per worker and deterministic kernels give the same numbers on any number of workers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -233,4 +233,3 @@ def refuse_problem(problem: str, here: World) -> None:
     problem = here.broadcast(problem)
     if problem:
         raise UsageError(problem)
-

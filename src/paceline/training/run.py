@@ -47,6 +47,10 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
     their world. Otherwise `workers` processes are started; more than one needs a task with a name, because a Task in the memory
     of this process cannot reach another.
     """
+    return _train(task, config, options).made_from(task)
+
+
+def _train(task: str | Task, config: Config | None, options: dict[str, Any]) -> Result:
     if config is not None:
         if options:
             raise UsageError("a Config and options are both given: put the options into the Config")

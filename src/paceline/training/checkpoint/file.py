@@ -217,12 +217,12 @@ _LEFTOVER = re.compile(r"\.step-[0-9]+\.safetensors(\.[0-9]+)?\.part")
 _BEGIN = b'{"__metadata__":{"sha256":"'  # the digest comes first, so its position is known before anything is parsed
 _DIGEST = slice(8 + len(_BEGIN), 8 + len(_BEGIN) + 64)
 _HEADER_LIMIT_BYTES = 100_000_000  # other readers of the format refuse more
-_CODES = {
+CODES = {
     **{getattr(torch, f"{kind}int{bits}"): f"{kind or 'i'}{bits}".upper() for kind in ("", "u") for bits in (8, 16, 32, 64)},
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
     **{torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
 }
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,10 +272,10 @@ def _head(snapshot: _Snapshot, tensors: Mapping[str, Tensor]) -> bytearray:
     entries: dict[str, Any] = {"__metadata__": about}
     end = 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in _CODES:
+        if tensor.dtype not in CODES:
             raise CheckpointError(f"{name} has dtype {tensor.dtype}, which the safetensors format does not support")
         begin, end = end, end + tensor.nbytes
-        entries[_key(name)] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entries[_key(name)] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     if len(header) > _HEADER_LIMIT_BYTES:
