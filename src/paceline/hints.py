@@ -129,7 +129,7 @@ TABLE = {
     ),
     "fork fork-from branch": "use {branch_from=RECORD} (a new record that continues from its last checkpoint)",
     "eval evaluate test test-only eval-only validate do-eval do-predict predict inference": (
-        "not an option of training: use paceline evaluate RECORD, or paceline predict RECORD --to FILE"
+        "not an option of training: use paceline evaluate RECORD, or paceline predict RECORD"
     ),
     "save-every save-freq save-steps save-interval ckpt-every checkpoint-freq checkpoint-interval": (
         "use {checkpoint_every} (500: every 500 steps; 60s: every 60 seconds)"

@@ -103,8 +103,8 @@ def opened(request: Request, here: World, *, validates: bool) -> Iterator[Opened
     task, config = trained.resolve(request.task or None)
     sources, about = _choose_data(request.data, task, config, predicts=not validates)
     first = next(iter(sources.values())) if isinstance(sources, Mapping) else sources
-    looked_at = {"train": first, "validation": sources if validates else None}
-    nothing = {each.name: None for each in fields(Task) if each.name in _TRAINING_ONLY}
+    looked_at: dict[str, Any] = {"train": first, "validation": sources if validates else None}
+    nothing: dict[str, Any] = {each.name: None for each in fields(Task) if each.name in _TRAINING_ONLY}
     seen = count_samples(cast(Any, first)())
     if 0 < seen < here.size:
         raise UsageError(f"{plural(seen, 'sample')} for {here.size} workers: use --workers {seen} or fewer")
