@@ -121,6 +121,8 @@ def read_on_main(read: Any, world: World) -> tuple[dict[str, Tensor], str]:
 
 def find_weights(given: str, runs_dir: str, name: str = MODEL) -> Path:
     """The file that is meant: itself, or the weights of a record, given by its folder or name."""
+    if Path(given).suffix in (".safetensors", *_TORCH) and not Path(given).exists():
+        raise UsageError("there is no such file")
     path = Path(given) if given and Path(given).is_file() else find_record(given, runs_dir)
     if path.is_dir():
         if not (path / name).is_file():

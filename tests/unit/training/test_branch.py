@@ -69,6 +69,11 @@ def test_a_branch_can_be_resumed_and_branched(runs: Path) -> None:
     assert train("task.py", resume="b").model_sha256 == whole.model_sha256
     again = train("task.py", branch_from="b", epochs=4, name="c")
     assert again.model_sha256 == train("task.py", resume="b", epochs=4).model_sha256
+    shutil.copytree(runs / "b", runs / "d")
+    shutil.rmtree(runs / "d" / "checkpoints")
+    (runs / "d" / "result.json").unlink()
+    with pytest.raises(UsageError, match=r"runs/d: no checkpoint can be read to continue from: start a new run"):
+        train("task.py", resume="d")
     with pytest.raises(UsageError, match=r"is a branch of .*runs/a, not of c: leave --branch-from out"):
         train("task.py", resume="b", branch_from="c", epochs=5)
 
@@ -123,7 +128,7 @@ def test_a_resumed_run_does_not_need_the_file_of_init_from_again(runs: Path) -> 
         train("task.py", resume="b", epochs=3, init_from="other.pt")
     for path in (*(runs / "b" / "checkpoints").iterdir(), runs / "b" / "result.json"):
         path.unlink()
-    with pytest.raises(UsageError, match=r"no record 'runs/a/model.safetensors'"):
+    with pytest.raises(UsageError, match=r"model.safetensors: there is no such file"):
         train("task.py", resume="b")
     (runs / "a" / "model.safetensors").write_bytes(weights)
     assert train("task.py", resume="b").model_sha256 == whole.model_sha256

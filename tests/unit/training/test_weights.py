@@ -94,7 +94,8 @@ def test_a_missing_file_or_record_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "runs" / "cut").mkdir(parents=True)
     (tmp_path / "runs" / "cut" / "metrics.jsonl").touch()
     for given, says in (
-        ("nothing.pt", "no record 'nothing.pt'"),
+        ("nothing.pt", "--init-from nothing.pt: there is no such file"),
+        ("nothing", "no record 'nothing'"),
         ("cut", "cut has no model.safetensors: the run is not finished"),
         (str(tmp_path), "is not a record: it has no model.safetensors"),
     ):

@@ -134,8 +134,8 @@ class Keeper:
         run, world = self._run, self._run.world
         facts = world.broadcast(checkpoint.facts if checkpoint else None)
         if facts is None:
-            if not run.initial.read:  # a resumed run starts over, but the file of --init-from was not read
-                raise CheckpointError(f"no checkpoint of {run.contract.record} can be read: start a new run")
+            if not run.initial.read or run.config.branch_from:  # it would start over from other weights than it began with
+                raise UsageError(f"{run.contract.record}: no checkpoint can be read to continue from: start a new run")
             return None
         self._check(facts)
         if facts["place"] != _place(world) and self._run.config.reduce == "exact":
