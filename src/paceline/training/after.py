@@ -34,7 +34,7 @@ from paceline.training.task import Task
 from paceline.training.task_fields import Source, check_data, is_factory
 from paceline.training.trained import WEIGHTS, Trained, put_in, read_trained
 from paceline.training.validation import Validation
-from paceline.training.weights import find_weights, read_on_main, read_weights
+from paceline.training.weight_files import find_weights, read_on_main, read_weights
 
 TRAIN = "train"
 _TRAINING_ONLY: dict[str, Any] = dict.fromkeys(("optimizer", "schedule", "hooks", "step"))

@@ -41,7 +41,7 @@ from paceline.training.task_fields import Data, check_made_model
 from paceline.training.terms import describe_batch, make_contract, make_steps
 from paceline.training.trial import Trial
 from paceline.training.update import Update
-from paceline.training.weights import Initial, start_from
+from paceline.training.weight_files import Initial, start_from
 from paceline.values import flag
 
 _INIT = 0x1217  # keeps the numbers that make models apart from those of step 0

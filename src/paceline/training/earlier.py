@@ -22,7 +22,7 @@ from paceline.training.checkpoint.keeper import FOLDER
 from paceline.training.observers import Result
 from paceline.training.task import Task
 from paceline.training.terms import count_steps
-from paceline.training.weights import Initial
+from paceline.training.weight_files import Initial
 from paceline.values import flag
 
 

@@ -1,6 +1,7 @@
 """`paceline.train`, which `paceline train` calls: in this process, or in workers started from it; new, or from a checkpoint."""
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -35,6 +36,7 @@ from paceline.training.observers import Observer, Printer, Recorder, Result
 from paceline.training.task import Task
 from paceline.training.tracker import TensorBoard, check_tensorboard
 
+_BEST = "best.safetensors"
 _AFTER_WATCH_S = 10.0
 """How much later than the watch the backend gives up on a silent worker: the watch can say which worker hangs, and where."""
 
@@ -159,6 +161,9 @@ def _begin_branch(record: Record, source: Path) -> None:
     try:
         if not copy_latest(source / FOLDER, record.path / FOLDER, _warn_damaged):
             raise UsageError(f"--branch-from: no checkpoint of {source} can be read; --init-from starts from its weights only")
+        if (source / _BEST).is_file():  # the checkpoint says which epoch was best so far
+            with record.replacing(_BEST) as path:
+                shutil.copyfile(source / _BEST, path)
     except BaseException:
         record.discard()
         raise

@@ -25,7 +25,7 @@ from paceline.training import tasks
 from paceline.training.build import make_bare_model, own_buffers
 from paceline.training.task import Task
 from paceline.training.task_fields import check_data, is_factory
-from paceline.training.weights import MODEL, find_weights, fit_weights, read_weights
+from paceline.training.weight_files import MODEL, find_weights, fit_weights, read_weights
 
 WEIGHTS = {"last": MODEL, "best": "best.safetensors"}
 """The files of a record that `--weights` names."""

@@ -45,6 +45,7 @@ def test_an_unchanged_branch_equals_the_extension_bit_for_bit(runs: Path, option
 
 def test_the_contract_says_where_a_branch_comes_from_and_what_changed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = train("task.py", epochs=1, name="a")
+    (runs / "a" / "best.safetensors").write_bytes(b"best so far")
     result = train("task.py", branch_from="runs/a", base_lr=0.01, clip_norm=1.0, epochs=2, schedule="cosine", name="b")
     said = contract(runs / "b")["branched"]
     assert said == (
@@ -53,6 +54,7 @@ def test_the_contract_says_where_a_branch_comes_from_and_what_changed(runs: Path
     )
     assert f"branched  from {said}" in capsys.readouterr().out
     assert result.steps == 8
+    assert (runs / "b" / "best.safetensors").read_bytes() == b"best so far", "the checkpoint refers to it"
     assert result.model_sha256 != first.model_sha256
     assert not [row for row in read_metrics(runs / "b") if row["kind"] == "resume"]
     assert read_recipe(str(runs / "b" / "config.toml"))["branch_from"] == str((runs / "a").resolve())

@@ -11,7 +11,7 @@ from torch import nn
 from harness.training import ALONE, blobs, train_in
 from paceline.config import make_config
 from paceline.errors import UsageError
-from paceline.training.weights import fit_weights, read_weights, start_from
+from paceline.training.weight_files import fit_weights, read_weights, start_from
 
 
 def net() -> nn.Module:
