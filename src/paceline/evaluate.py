@@ -48,7 +48,8 @@ def run(options: dict[str, Any]) -> int:
     """Evaluate, and print the metrics."""
     as_json, flags = options.pop("json"), to_flags(options)
     find_record(options["record"], options["runs_dir"])  # report a mistake before torch is loaded
-    start_stages()
+    if not as_json:  # its output is JSON and nothing else
+        start_stages()
     try:
         from paceline.training.after import evaluate, in_world
 

@@ -34,3 +34,9 @@ def test_an_error_in_the_workers_is_shown_once() -> None:
     assert done.returncode == 1
     assert done.stderr.count("no such column") == 2, "the error, and the user's own line"
     assert "Traceback" not in done.stderr
+
+
+def test_a_branch_on_two_workers_equals_the_extension_on_one() -> None:
+    package.train("my.py:task", epochs=1, name="a", virtual_workers=2)
+    branch = package.train("my.py:task", branch_from="a", epochs=2, name="b", workers=2)
+    assert branch.model_sha256 == package.train("my.py:task", resume="a", epochs=2).model_sha256

@@ -73,11 +73,13 @@ class Trained:
 def load(record: str | Path, task: str | Task | None = None) -> nn.Module:
     """The trained model of a record, on the CPU and in evaluation mode.
 
-    `record` is its folder, or its name in the folder runs. `task` is needed if the record was made from a Task object, and if
-    the task's file has moved. The only code that runs is the task's own, which makes the model: the record holds none.
+    `record` is its folder, its name in the folder runs, or a file of weights in it (`best.safetensors`). `task` is needed if
+    the record was made from a Task object, and if the task's file has moved. The only code that runs is the task's own, which
+    makes the model: the record holds none.
     """
-    trained = read_trained(str(record))
-    path = find_weights(trained.record, "", MODEL)
+    file = Path(record) if str(record).endswith(".safetensors") and Path(record).is_file() else None
+    trained = read_trained(str(record if file is None else file.parent))
+    path = file or find_weights(trained.record, "", MODEL)
     made, config = trained.resolve(task)
     with _random_state_kept():
         model, _ = make_bare_model(made, config, lambda: _first_data(made))

@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file
 
 import paceline
-from paceline import cli
+from paceline import cli, output
 from paceline.records import read_result
 from paceline.training import outputs
 
@@ -82,9 +82,12 @@ def call(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
 
 
 @pytest.mark.parametrize("options", [{}, {"virtual_workers": 2}, {"ema": 0.9}, {"virtual_workers": 2, "reduce": "fast"}])
-def test_evaluation_equals_the_runs_own_last_validation(capsys: pytest.CaptureFixture[str], options: dict[str, Any]) -> None:
+def test_evaluation_equals_the_runs_own_last_validation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
     """Bit for bit, though the objective draws random numbers in validation."""
     result = paceline.train("my.py:task", epochs=2, name="x", **options)
+    monkeypatch.setattr(output, "_LONG_S", 0.0)  # a slow start is said on stdout, but not into JSON
     found = json.loads(call(capsys, "evaluate", "x", "--json"))
     assert found["metrics"] == found["in_the_record"] == result.metrics
     assert found["samples"] == 33

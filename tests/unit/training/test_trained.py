@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import paceline
 from harness.training import blobs
@@ -26,6 +27,11 @@ def test_the_model_of_a_result_and_of_its_record(runs: Path) -> None:
     assert not model.training
     assert model_sha256(model) == result.model_sha256 == model_sha256(result.model) == model_sha256(paceline.load(runs / "x"))
     assert result.model is result.model, "loaded once"
+    changed = {name: value + 1 for name, value in model.state_dict().items()}
+    save_file(changed, runs / "x" / "best.safetensors")
+    assert all(
+        torch.equal(value, changed[name]) for name, value in paceline.load("runs/x/best.safetensors").state_dict().items()
+    )
     assert "model" not in asdict(result)
     assert pickle.loads(pickle.dumps(result)) == result
 
