@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.training.run import train as train
     from paceline.training.task import Task as Task
     from paceline.training.task import classify as classify
+    from paceline.training.trained import load as load
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ _MODULES = {
     "print": "paceline.dist.everyone",
     "save": "paceline.dist.everyone",
     "total": "paceline.dist.everyone",
+    "load": "paceline.training.trained",
     "train": "paceline.training.run",
     "world": "paceline.dist.world",
 }

@@ -54,6 +54,7 @@ def failing(world: World, culprit: int) -> tuple[str, bool]:
     try:
         list(gather_in_order(chunks, trees()))
     except Exception as error:
+        world.barrier()  # nobody has ended, and nobody is stuck in a collective
         return type(error).__name__, is_lost_contact(error)
     return "", False
 

@@ -20,6 +20,7 @@ PUBLIC = [
     "print",
     "save",
     "total",
+    "load",
     "train",
     "world",
 ]

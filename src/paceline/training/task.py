@@ -62,6 +62,9 @@ class Task:
     prepare: Prepare | None = None
     """Turns a batch, on the device, into what the objective gets: scaling, augmentation. It runs for every batch; a
     `KeyedPrepare` such as `Images` becomes part of the recorded step instead."""
+    predict: Callable[[nn.Module, Batch], Any] | None = None
+    """What `paceline predict` writes for a batch: a tensor, or a tuple or dict of tensors, one row per sample. It also gets
+    data without labels. None: the "outputs" that the objective reports, or else `model(batch[0])`."""
     defaults: Mapping[str, Any] | Config = field(default_factory=dict)
     """Options (fields of Config) that suit this task; recipes and flags override them. Of a Config, the options that were
     passed to it count."""
@@ -100,6 +103,7 @@ class Task:
         task_fields.check_optimizer(self.name, self.optimizer)
         task_fields.check_schedule(self.name, self.schedule)
         task_fields.check_step(self.name, self.step)
+        task_fields.check_predict(self.name, self.predict)
         object.__setattr__(self, "defaults", task_fields.check_defaults(self.name, self.defaults))
         for own in ("optimizer", "schedule"):
             task_fields.check_one_of(self.name, own, getattr(self, own), self.defaults)

@@ -36,6 +36,7 @@ _MEANT = {
     **dict.fromkeys(("config", "options", "hparams"), "defaults"),
     **dict.fromkeys(("optim", "optimizers", "opt", "configure_optimizers"), "optimizer"),
     **dict.fromkeys(("scheduler", "lr_scheduler", "schedulers", "lr_schedule"), "schedule"),
+    **dict.fromkeys(("infer", "inference", "predict_step", "forward"), "predict"),
 }
 """Names that other tools use, and the field that they mean here."""
 LENGTHS = ("steps", "epochs", "steps_per_epoch")
@@ -231,6 +232,12 @@ def check_one_of(name: str, field: str, own: Any, defaults: Any) -> None:
             f"task {name} has its own {field}, and {chosen!r} among its defaults: leave one of them out"
             f" ({flag(field)} {chosen} on the command line replaces the task's own)"
         )
+
+
+def check_predict(name: str, predict: Any) -> None:
+    """A function of (model, batch), or None."""
+    if predict is not None:
+        _check_call(name, "predict", predict, ("model", "batch"), "def predict(model, batch): return model(batch[0])")
 
 
 def check_defaults(name: str, defaults: Any) -> dict[str, Any]:

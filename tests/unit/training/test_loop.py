@@ -253,9 +253,7 @@ def test_the_model_hash_sees_names_and_bits() -> None:
 def test_backends_this_torch_does_not_have() -> None:
     if torch.distributed.is_mpi_available():
         pytest.fail("this torch has mpi: the test needs another missing backend")
-    with pytest.raises(
-        UsageError, match=r"mpi: this torch \(.*\) was built without it; use --backend (nccl or )?gloo"
-    ):
+    with pytest.raises(UsageError, match=r"mpi: this torch \(.*\) was built without it; use --backend (nccl or )?gloo"):
         choose_device(Place(), "mpi")
 
 
