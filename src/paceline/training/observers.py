@@ -26,7 +26,7 @@ from paceline.training.timing.profile import describe_timeline
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Result:
     """How a run ended."""
 
@@ -47,6 +47,12 @@ class Result:
     """Of the last validation; empty for a task without validation data."""
     model_sha256: str = ""
     record: str = ""
+
+    def __repr__(self) -> str:
+        """The fields that say how it ended; in a notebook, this is what a cell shows."""
+        metrics = ", ".join(f"{name!r}: {value:.4g}" for name, value in self.metrics.items() if isinstance(value, int | float))
+        after = f", epochs={self.epochs}, steps={self.steps}, metrics={{{metrics}}}, record={self.record!r}"
+        return f"Result(status={str(self.status)!r}{f', why={self.why!r}' if self.why else ''}{after})"
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> "Result":

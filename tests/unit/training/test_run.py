@@ -44,9 +44,23 @@ def test_flags_are_judged_with_the_tasks_own_defaults(runs: Path) -> None:
         train("task.py", warmup_steps=3, warmup_epochs=0.5)
 
 
-def test_a_task_object_trains_here_only() -> None:
-    with pytest.raises(UsageError, match="2 workers cannot be started for a Task object"):
-        train(blobs(), workers=2)
+def test_a_task_object_is_checked_before_workers_start() -> None:
+    with pytest.raises(UsageError, match="--set width: the Task blobs is already made"):
+        train(blobs(), workers=2, set={"width": 3})
+    with pytest.raises(UsageError, match="task blobs has its own model"):
+        train(blobs(), workers=2, model="mlp")
+    with pytest.raises(UsageError, match="unknown task '<blobs>'"):
+        train("<blobs>", workers=2)
+
+
+def test_a_result_is_one_short_line_and_knows_its_task(runs: Path) -> None:
+    task = blobs()
+    result = train(task, epochs=1, name="x")
+    assert result._task is task  # type: ignore[attr-defined]
+    short = f"metrics={{'loss': {result.metrics['loss']:.4g}, 'accuracy': {result.metrics['accuracy']:.4g}}}, record='runs/x')"
+    assert repr(result) == f"Result(status='done', epochs=1, steps={result.steps}, {short}"
+    failed = replace(result, status="failed", why="ValueError: here", metrics={})
+    assert repr(failed).startswith("Result(status='failed', why='ValueError: here', epochs=1, ")
 
 
 def test_what_resume_finds_is_said(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
