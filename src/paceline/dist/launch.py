@@ -39,7 +39,7 @@ from paceline.dist.messages import (
 from paceline.dist.place import MESSAGES_VARIABLE, check_port, threads_per_worker
 from paceline.dist.process import die_with_parent, drop_closed_terminal, group_is_running, python_command
 from paceline.dist.restarts import Crew, FailedAttempt, newest_checkpoint, next_crew, restart_command
-from paceline.errors import PacelineError, ShownAlone, UsageError
+from paceline.errors import ShownAlone, UsageError
 from paceline.explanation import Explanation, headline
 from paceline.loading import resume_collector
 from paceline.output import is_terminal, plural, warn
@@ -57,7 +57,7 @@ _LEFT_S = 2.0  # after success, how long processes that workers started may take
 _FINAL_EXIT_CODES = (0, 2, 3)  # done, the user's mistake, diverged: a restart would end the same way
 
 
-class WorkerFailed(ShownAlone, PacelineError):
+class WorkerFailed(ShownAlone):
     """A worker started by this process failed. The explanation comes from the worker that failed first."""
 
     def __init__(self, explanation: Explanation, exit_code: int) -> None:

@@ -153,7 +153,7 @@ def _holding(thing: Any) -> Callable[[Any, Any], Any]:
         (
             {"objective": _holding(open(os.devnull))},
             "objective cannot be sent to the workers: it holds an open file; create it",
-        ),  # noqa: SIM115
+        ),
         (
             {"prepare": functools.partial(_holding, OnGpu([1.0]))},
             "prepare cannot be sent .*: it holds a tensor on cuda:0; move it",
