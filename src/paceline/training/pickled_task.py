@@ -8,6 +8,7 @@ Records and checkpoints contain no pickles.
 import functools
 import importlib
 import io
+import multiprocessing
 import os
 import pickle
 import stat
@@ -72,6 +73,9 @@ def receive(given: str | Task) -> str | Task:
                 " itself, or in modules that a new process can import"
             ) from error
         add_cells(pickle.load(file))
+    # Loader processes, too, must find the classes of a notebook. Forks do; Python 3.14's default would pickle their names.
+    if "fork" in multiprocessing.get_all_start_methods():
+        multiprocessing.set_start_method("fork", force=True)
     return cast(Task, task)
 
 

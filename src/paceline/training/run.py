@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -46,9 +47,18 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
     their world. Otherwise `workers` processes are started. A Task object, such as one from a notebook, is sent to them with
     cloudpickle (`pip install 'paceline[notebook]'`).
     """
-    result = _train(task, config, options)
+    if not _running.acquire(blocking=False):
+        raise UsageError("another run is in progress in this process: wait until it has ended, or use another process")
+    try:
+        result = _train(task, config, options)
+    finally:
+        _running.release()
     object.__setattr__(result, "_task", task)  # makes `result.model`; not a field, because a record does not contain it
     return result
+
+
+_running = threading.Lock()
+"""Held during a run: torch's process group and the environment of workers belong to the whole process."""
 
 
 def _train(task: str | Task, config: Config | None, options: dict[str, Any]) -> Result:

@@ -1,5 +1,6 @@
 """`paceline.train` with workers and loader processes leaves the program as it was."""
 
+import gc
 import os
 import signal
 import sys
@@ -7,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -26,7 +28,12 @@ from unit.training.test_run import TASK
 def test_workers_started_from_a_program_leave_it_as_it_was(runs: Path) -> None:
     Path("task.py").write_text(TASK)
     environ, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
-    together = train("task.py", workers=2, epochs=1)
+    gc.disable()
+    try:
+        together = train("task.py", workers=2, epochs=1)
+        assert psutil.Process().net_connections() == []
+    finally:
+        gc.enable()
     assert together.status == "done"
     assert dict(os.environ) == environ
     assert signal.getsignal(signal.SIGINT) is handler

@@ -3,6 +3,7 @@
 import functools
 import io
 import linecache
+import multiprocessing
 import os
 import pickle
 import sys
@@ -54,6 +55,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (Path(folder) / "1").mkdir()
         monkeypatch.setenv(MESSAGES_VARIABLE, f"{folder}/1")
         yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def start_method() -> Iterator[None]:
+    """A worker changes it for its whole life, a test only for its own."""
+    before = multiprocessing.get_start_method()
+    yield
+    multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.fixture
@@ -194,6 +203,13 @@ def test_settings_that_change_numbers_are_sent(launched: Path) -> None:
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_loader_processes_of_the_worker_are_forks(launched: Path) -> None:
+    """Python 3.14's default, forkserver, would look for the classes of a notebook in a module."""
+    multiprocessing.set_start_method("forkserver", force=True)
+    arrive(blobs(), launched)
+    assert multiprocessing.get_start_method() == "fork"
 
 
 def test_without_cloudpickle_the_extra_is_named(launched: Path, monkeypatch: pytest.MonkeyPatch) -> None:

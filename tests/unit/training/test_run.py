@@ -3,6 +3,7 @@
 import fcntl
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,24 @@ def test_a_result_is_one_short_line_and_knows_its_task(runs: Path) -> None:
     assert repr(result) == f"Result(status='done', epochs=1, steps={result.steps}, {short}"
     failed = replace(result, status="failed", why="ValueError: here", metrics={})
     assert repr(failed).startswith("Result(status='failed', why='ValueError: here', epochs=1, ")
+
+
+def test_any_thread_can_train_but_only_one_at_a_time(runs: Path) -> None:
+    """Only the main thread can have signal handlers."""
+    tried: list[Exception] = []
+
+    def objective(model: Any, batch: Any) -> Any:
+        if not tried:
+            try:
+                train(blobs(), workers=2)
+            except UsageError as error:
+                tried.append(error)
+        return blobs().objective(model, batch)
+
+    with ThreadPoolExecutor(1) as threads:
+        result = threads.submit(train, blobs(objective=objective), epochs=1, reduce="exact").result()
+    assert result.model_sha256 == train(blobs(), epochs=1, reduce="exact").model_sha256
+    assert "another run is in progress in this process" in str(tried[0])
 
 
 def test_what_resume_finds_is_said(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
