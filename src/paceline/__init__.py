@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.training.run import train as train
     from paceline.training.task import Task as Task
     from paceline.training.task import classify as classify
+    from paceline.training.trained import load as load
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ _MODULES = {
     "Task": "paceline.training.task",
     "World": "paceline.dist.world",
     "classify": "paceline.training.task",
+    "load": "paceline.training.trained",
     "train": "paceline.training.run",
     "world": "paceline.dist.world",
 }

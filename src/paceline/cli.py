@@ -30,6 +30,8 @@ from paceline.output import close_output, is_terminal, open_output, reader_is_go
 VERBS = {
     "train": ("paceline.training.verb", "Train a task on any number of workers."),
     "scale": ("paceline.scale.verb", "Measure images/s on 1, 2, 4 ... workers, how far that is from linear, and why."),
+    "evaluate": ("paceline.evaluate", "Evaluate a trained model on its validation data, or on other data."),
+    "predict": ("paceline.predict", "Write a trained model's predictions to a file, in sample order."),
     "runs": ("paceline.runs", "List records: status, accuracy, images/s."),
     "report": ("paceline.report.verb", "Write one self-contained HTML page about records, studies and scalings."),
     "board": ("paceline.board.verb", "Show records live in a browser: list, compare and follow runs."),
@@ -43,12 +45,14 @@ VERBS = {
 }
 """The module and the one-line summary of each verb."""
 
-_TRAINING = ("train", "scale", "advise", "rehearse", "study")
+_TRAINING = ("train", "evaluate", "predict", "scale", "advise", "rehearse", "study")
 
 _EXAMPLES = """examples:
   paceline train fashion-mnist-mini --workers 2
   paceline train my_task.py --epochs 10 --global-batch 1024
   torchrun --nproc-per-node 4 -m paceline train fashion-mnist
+  paceline evaluate runs/demo
+  paceline predict runs/demo --to predictions.npz
   paceline study my_study.toml
   paceline rehearse fashion-mnist --workers 64
   paceline scale fashion-mnist --workers 1,2,4

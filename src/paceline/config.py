@@ -40,7 +40,7 @@ class Config(RemembersGiven):
     workers: int | None = _place(None, Role.TIMING, Role.LAUNCH, Role.PLACE, Role.COMMON, at_least=1, at_most=4096)
     """Workers to start on this node, each on its own GPU, or on the CPU if there is no GPU (default 1). Not needed under
     torchrun, srun or mpirun, which start the workers themselves."""
-    virtual_workers: int | None = _place(None, Role.MODEL, Role.LAUNCH, Role.SEVERAL_PARTS, Role.COMMON, at_least=1)
+    virtual_workers: int | None = _place(None, Role.MODEL, Role.LAUNCH, Role.STATE, Role.SEVERAL_PARTS, Role.COMMON, at_least=1)
     """V: split every step into V parts, each computed as one worker would (default: one part per worker). The model depends on
     V, not on how many workers, from 1 to V, compute it."""
     parts_at_once: int = _place(0, Role.ROUNDING, at_least=0)
@@ -66,13 +66,16 @@ class Config(RemembersGiven):
     grace_s: float = _place(20.0, Role.OPERATION, Role.LAUNCH, at_least=0, at_most=10_000_000)
     """Seconds after SIGTERM or Ctrl-C to finish the step and write a checkpoint."""
 
-    model: str = _data("", Role.MODEL, Role.COMMON, metavar="NAME")
+    model: str = _data("", Role.MODEL, Role.STATE, Role.COMMON, metavar="NAME")
     """NAME or NAME:key=value,key=value: linear, mlp, cnn, resnet, wide_resnet, course_wide_resnet (default: the task's)."""
     data_dir: str = _data("", Role.TIMING, Role.IMAGES, Role.COMMON)
     """Folder to search for the data first."""
+    init_from: str = _data("", Role.MODEL, Role.COMMON, metavar="FILE|RECORD")
+    """Start from these weights instead of random ones: a record, a .safetensors file or a torch file (.pt, .pth). Names and
+    shapes that do not match are listed."""
     set: Settings = _data(Settings(), Role.MODEL, Role.COMMON, metavar="KEY=VALUE")  # noqa: RUF009 (it cannot change)
     """A value for a parameter of task() in your task file, such as --set width=64; repeatable."""
-    train_samples: int = _data(0, Role.MODEL, at_least=0)
+    train_samples: int = _data(0, Role.MODEL, Role.STATE, at_least=0)
     """Train on the first N samples only (0: all)."""
     pixels: Literal["standard", "unit"] = _data("standard", Role.MODEL, Role.IMAGES)
     """Scale pixels to mean 0 and standard deviation 1 (standard) or to [0, 1] (unit)."""
@@ -90,11 +93,11 @@ class Config(RemembersGiven):
 
     reference_batch: int = _batch(128, Role.MODEL, Role.METHOD, Role.COMMON, at_least=1)
     """The batch on one worker for which base_lr is known to work."""
-    global_batch: int | None = _batch(None, Role.MODEL, Role.LAUNCH, Role.SEVERAL_PARTS, Role.COMMON, at_least=1)
+    global_batch: int | None = _batch(None, Role.MODEL, Role.LAUNCH, Role.STATE, Role.SEVERAL_PARTS, Role.COMMON, at_least=1)
     """Samples per step over all workers (default: reference_batch for each virtual worker)."""
     accumulate: int = _batch(1, Role.MODEL, Role.METHOD, at_least=1)
     """Split each part of a step into N micro-batches (less memory, same step)."""
-    optimizer: str = _batch("sgd", Role.MODEL, Role.METHOD, Role.COMMON, metavar="NAME")
+    optimizer: str = _batch("sgd", Role.MODEL, Role.STATE, Role.METHOD, Role.COMMON, metavar="NAME")
     """sgd, adamw, lars, lamb, novograd or muon."""
     base_lr: float = _batch(0.05, Role.MODEL, Role.METHOD, Role.COMMON, more_than=0)
     """The learning rate at reference_batch."""
@@ -115,7 +118,7 @@ class Config(RemembersGiven):
     """lars: how far a step may move a layer, as a fraction of the layer's norm, at a learning rate of 1."""
     adapt_all: bool = _batch(False, Role.MODEL, Role.METHOD)
     """lars, lamb: also scale the steps of norm layers and biases by their own norms."""
-    rest: Literal["sgd", "adamw"] = _batch("sgd", Role.MODEL, Role.METHOD)
+    rest: Literal["sgd", "adamw"] = _batch("sgd", Role.MODEL, Role.STATE, Role.METHOD)
     """muon: the optimizer of all parameters that are not hidden matrices: norm layers, biases, embeddings, the last layer."""
     rest_lr: float | None = _batch(None, Role.MODEL, Role.METHOD, at_least=0)
     """muon: the learning rate of these parameters at reference_batch (default: base_lr)."""
@@ -203,6 +206,9 @@ class Config(RemembersGiven):
     )
     """Continue a record, given by its folder or name, from its last checkpoint. Without a value: the record called --name, or
     this task's newest unfinished record; if there is no such record, start a new run."""
+    branch_from: str = _record("", Role.MODEL, Role.LAUNCH, Role.STUDY, Role.WHOLE_RUN, Role.COMMON, metavar="RECORD")
+    """Start a new record that continues from the last checkpoint of this one, with its options unless they are given: another
+    learning rate or schedule, more epochs. The other record is not changed."""
     checkpoint_every: str = _record("60s", Role.OPERATION, parse=parse_every, metavar="N|Xs")
     """When to write a checkpoint: every N steps (500) or every X seconds (60s), and at the end of the run; 0: never."""
     keep: int = _record(2, Role.OPERATION, at_least=1)

@@ -55,6 +55,12 @@ class Contract:
     """The values of `--set`, for the task's function."""
     augmentation: str = ""
     """What happens to training samples at random."""
+    initialized: str = ""
+    """The weights that the run starts from, if they are not random, and which of them did not match."""
+    initial_sha256: str = ""
+    """Of their file."""
+    branched: str = ""
+    """The record whose checkpoint the run continues from, and the options that changed."""
     resumed_at: int | None = None
     """The step that a resumed run continues from."""
     extended: str = ""
@@ -127,12 +133,14 @@ def _resumed(record: str, resumed_at: int, total_steps: int) -> str:
 
 _LINES: dict[str, Callable[..., str]] = {
     "resumed": _resumed,
+    "branched": lambda branched: f"from {branched}" if branched else "",
     "extended": lambda extended: f"{extended}",
     "task": _task,
     "settings": lambda settings: f"{settings}",
     "data": lambda data, loader: f"{data} ({loader})",
     "augmentation": lambda augmentation: f"{augmentation}",
     "model": lambda model, parameters: f"{model}, {plural(parameters, 'parameter')}",
+    "initialized": lambda initialized: f"from {initialized}" if initialized else "",
     "reference": lambda reference_batch, base_lr: f"batch {reference_batch:,} at lr {base_lr:g}",
     "workers": _workers,
     "global batch": _global_batch,

@@ -26,6 +26,7 @@ class Role(StrEnum):
     OPERATION = "how a run is started, watched and recorded: its results do not depend on it"
 
     LENGTH = "how long a run trains: a resumed run can be longer than before, but not shorter"
+    STATE = "decides what a run's state holds: a branch of the run cannot change it"
     LAUNCH = "the launcher needs it before it knows the task's own defaults"
     PLACE = "where a run happens: a task cannot have a default for it"
     START = "belongs to one start of a run: a resumed run does not take it from the record"

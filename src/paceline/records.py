@@ -167,6 +167,12 @@ class _Log:
         self.file.close()
 
 
+def discard_unbegun(path: Path) -> None:
+    """Remove a new record whose run was refused before it began."""
+    if not (path / "config.toml").exists() and not (path / "result.json").exists():
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def close_cut_short(path: Path, status: str, why: str, where: str = "", traceback: str = "") -> None:
     """Write the result of a run that could not write its own, or that only knew it had lost contact with another worker.
 

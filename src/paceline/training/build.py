@@ -1,5 +1,6 @@
 """Build a run: data, model, optimizer, loaders and contract. All that each worker needs before the first step."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
@@ -40,6 +41,7 @@ from paceline.training.task_fields import Data, check_made_model
 from paceline.training.terms import describe_batch, make_contract, make_steps
 from paceline.training.trial import Trial
 from paceline.training.update import Update
+from paceline.training.weights import Initial, start_from
 from paceline.values import flag
 
 _INIT = 0x1217  # keeps the numbers that make models apart from those of step 0
@@ -62,6 +64,8 @@ class Run:
     data_sha256: str
     """Of both data sets. A resumed run must find the same."""
     contract: Contract
+    initial: Initial
+    """The weights that the model started from."""
     notes: tuple[str, ...] = ()
     """What to tell the user before the first step."""
 
@@ -116,15 +120,18 @@ class Run:
         return {**({} if noise is None else {"noise": noise.state}), **self.update.averages()}
 
 
-def build(task: Task, config: Config, world: World) -> Run:
-    """Load the data, make the model, work out the contract. Collective: call on every rank."""
+def build(task: Task, config: Config, world: World, initial: Initial | None = None) -> Run:
+    """Load the data, make the model, work out the contract. Collective: call on every rank.
+
+    `initial` is what the run once started from (`--init-from`), if it now continues from a checkpoint.
+    """
     precision, notes = choose_precision(config, world)
     with deterministic(config.reduce == "exact"):
-        run = _build(task, replace(config, precision=precision), world)
+        run = _build(task, replace(config, precision=precision), world, initial)
     return replace(run, notes=(*notes, *run.notes))
 
 
-def _build(task: Task, config: Config, world: World) -> Run:
+def _build(task: Task, config: Config, world: World, initial: Initial | None) -> Run:
     stages.enter("reading the data")
     train, validation, data_sha256 = load_data(task, config, world)
     sampler, schedule = make_steps(config, world, count_samples(train))
@@ -132,6 +139,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
     trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world)
     model, grouping, notes = _make_model(trial)
     notes = (*describe_batch(sampler, schedule), *notes)
+    initial = start_from(model, config, world, initial)
 
     def load(data: Data) -> Loader:
         return make_loader(
@@ -169,6 +177,8 @@ def _build(task: Task, config: Config, world: World) -> Run:
         "parts": grouping.why,
         "augmentation": _describe_augmentation(task, config, train),
         "record": "none",
+        "initialized": initial.about,
+        "initial_sha256": initial.sha256,
     }
     return Run(
         config=config,
@@ -181,6 +191,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
         validation_samples=validation_samples,
         data_sha256=data_sha256,
         contract=make_contract(config, world, sampler, schedule, about),
+        initial=initial,
         notes=notes,
     )
 
@@ -212,10 +223,8 @@ def _describe_augmentation(task: Task, config: Config, train: Arrays | Dataset[A
 
 def _make_model(trial: Trial) -> tuple[nn.Module, Grouping, tuple[str, ...]]:
     """The model, how it runs its parts, and what to tell the user. Collective: call on every rank."""
-    task, config, world, parts = trial.task, trial.config, trial.world, trial.sampler.parts
-    seed_all(key(config.seed, _INIT))
-    made = check_made_model(task.name, task.model()) if task.model else _model(config, task, trial.data)
-    model, notes = strip_compiled(made)
+    config, world, parts = trial.config, trial.world, trial.sampler.parts
+    model, notes = make_bare_model(trial.task, config, lambda: trial.data)
     model = own_buffers(model.to(world.device))
     notes += _check_norm_part(model, config.norm_part)
     grouping = choose_grouping(model, config, parts, world.size)
@@ -234,6 +243,12 @@ def _make_model(trial: Trial) -> tuple[nn.Module, Grouping, tuple[str, ...]]:
     if grouping.at_once > 1 or config.norm_part:
         model = group_batch_norms(model, config.norm_part or None)
     return model, grouping, notes
+
+
+def make_bare_model(task: Task, config: Config, data: Callable[[], Data]) -> tuple[nn.Module, tuple[str, ...]]:
+    """The task's model on the CPU, with its first weights, and what to tell the user. `data` is only needed for `--model`."""
+    seed_all(key(config.seed, _INIT))
+    return strip_compiled(check_made_model(task.name, task.model()) if task.model else _model(config, task, data()))
 
 
 def strip_compiled(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:

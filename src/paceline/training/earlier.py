@@ -22,12 +22,13 @@ from paceline.training.checkpoint.keeper import FOLDER
 from paceline.training.observers import Result
 from paceline.training.task import Task
 from paceline.training.terms import count_steps
+from paceline.training.weights import Initial
 from paceline.values import flag
 
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """The record that `--resume` continues, if there is one."""
+    """The record that `--resume` continues or `--branch-from` branches, if there is one."""
 
     record: str = ""
     """Its folder; empty for a new run."""
@@ -37,6 +38,24 @@ class Earlier:
     """Those of its options that a resumed run takes over unless they are given again."""
     result: dict[str, Any] | None = None
     """How it ended, if there is nothing left to do."""
+    branch: str = ""
+    """The folder of the record whose checkpoint the run began with (`--branch-from`)."""
+    has_checkpoint: bool = False
+    """Whether there is a checkpoint to continue from."""
+    initialized: str = ""
+    """What the contract says about the weights that it started from (`--init-from`)."""
+    initial_sha256: str = ""
+
+    def initial(self) -> Initial | None:
+        """The weights that the run once started from, if it goes on from a checkpoint and does not need them again."""
+        if not (self.has_checkpoint and self.initial_sha256):
+            return None
+        return Initial(about=self.initialized, sha256=self.initial_sha256, read=False)
+
+    def check_initial(self, config: Config, found: Initial) -> None:
+        """Raise a UsageError if a run without a checkpoint would start over from other weights than before."""
+        if self.record and self.initial_sha256 and found.sha256 != self.initial_sha256:
+            raise UsageError(f"--init-from {config.init_from}: the file has changed since the run began: start a new run")
 
 
 def find_earlier(task: str | Task, config: Config, place: Place, options: Mapping[str, Any], restarted: str = "") -> Earlier:
@@ -44,17 +63,48 @@ def find_earlier(task: str | Task, config: Config, place: Place, options: Mappin
 
     `restarted` is the record of this run if torchrun has restarted its workers.
     """
-    if not restarted and not config.resume:
-        return Earlier()
-    record = Path(restarted) if restarted else find_resumable(task, config)
+    record = Path(restarted) if restarted else find_resumable(task, config) if config.resume else None
     if record is None:
-        say(f"nothing to resume in {config.runs_dir}: starting a new run")
-        return Earlier()
+        if config.resume:
+            say(f"nothing to resume in {config.runs_dir}: starting a new run")
+        return _find_branch(task, config, place, options) if config.branch_from else Earlier()
     trained = _check_task(record, task)
     result = _read_finished(record, place, options)
     if result is not None:
         return Earlier(result=vars(result))
-    return Earlier(record=str(record), task=trained, options=_recorded_options(record, place))
+    recorded = _recorded_options(record, place)
+    branch = str(recorded.get("branch_from", ""))
+    if config.branch_from and branch and _resolve(config.branch_from, config) != Path(branch):
+        raise UsageError(f"--resume: {record} is a branch of {branch}, not of {config.branch_from}: leave --branch-from out")
+    return Earlier(record=str(record), task=trained, options=recorded, branch=branch, **_start_of(record))
+
+
+def _find_branch(task: str | Task, config: Config, place: Place, options: Mapping[str, Any]) -> Earlier:
+    """The record that `--branch-from` means: a new run takes its options and its last checkpoint."""
+    if options.get("init_from") and place.launcher != "paceline":  # our launcher passes on the options of the record, too
+        raise UsageError("--init-from and --branch-from are both given: each says which weights to start from; choose one")
+    record = _resolve(config.branch_from, config)
+    if not _is_record(record):
+        raise UsageError(f"--branch-from {config.branch_from}: no record of that name, neither here nor in {config.runs_dir}")
+    trained = _check_task(record, task)
+    if newest_checkpoint(record) < 0:
+        raise UsageError(
+            f"--branch-from: {record} kept no checkpoint to continue from; --init-from {record} starts from its weights only"
+        )
+    return Earlier(task=trained, options=_recorded_options(record, place), branch=str(record), **_start_of(record))
+
+
+def _resolve(name: str, config: Config) -> Path:
+    """The folder of a record, given by its folder or name; the same text wherever the command is run."""
+    return next((path for path in (Path(name), Path(config.runs_dir) / name) if _is_record(path)), Path(name)).resolve()
+
+
+def _start_of(record: Path) -> dict[str, Any]:
+    """Whether a record has a checkpoint, and the weights that its run started from."""
+    contract = _read_about(record).get("contract")
+    said = contract if isinstance(contract, dict) else {}
+    texts = {name: str(said.get(name) or "") for name in ("initialized", "initial_sha256")}
+    return {"has_checkpoint": newest_checkpoint(record) >= 0, **texts}
 
 
 def find_resumable(task: str | Task, config: Config) -> Path | None:

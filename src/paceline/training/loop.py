@@ -53,7 +53,8 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
         progress = keeper.restore() or Progress(result=Result(status=Status.FAILED, metrics={}))
         progress.result = replace(progress.result, record=run.contract.record)
         progress.aim(run.config.target_accuracy)
-        contract = replace(run.contract, resumed_at=progress.step if keeper.resumes else None, extended=keeper.extended)
+        resumed_at = progress.step if keeper.resumes else None
+        contract = replace(run.contract, resumed_at=resumed_at, extended=keeper.extended, branched=keeper.branched)
         for observer in observers:
             observer.start(contract)
         try:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 from torch import nn
@@ -53,6 +54,25 @@ class Result:
         metrics = ", ".join(f"{name!r}: {value:.4g}" for name, value in self.metrics.items() if isinstance(value, int | float))
         after = f", epochs={self.epochs}, steps={self.steps}, metrics={{{metrics}}}, record={self.record!r}"
         return f"Result(status={str(self.status)!r}{f', why={self.why!r}' if self.why else ''}{after})"
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The trained model, on the CPU and in evaluation mode, loaded from the record when first used (`paceline.load`)."""
+        if not self.record:
+            raise UsageError("this run left no record here: load its model where the record is, with paceline.load(record)")
+        from paceline.training.trained import load
+
+        return load(self.record, self.__dict__.get("_task"))
+
+    def made_from(self, task: Any) -> "Result":
+        """This result, which remembers a Task object: its record has only the Task's name."""
+        if not isinstance(task, str):
+            self.__dict__["_task"] = task
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Only the fields: a Task may not be picklable, and a model can be loaded again."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> "Result":

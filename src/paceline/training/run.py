@@ -23,12 +23,13 @@ from paceline.explanation import Explanation
 from paceline.flags import to_flags
 from paceline.loading import load_rest
 from paceline.options import Role
-from paceline.output import is_terminal, plural, stages
-from paceline.records import Record, close_cut_short, count_odd_lines, read_result
+from paceline.output import is_terminal, plural, stages, warn
+from paceline.records import Record, close_cut_short, count_odd_lines, discard_unbegun, read_result
 from paceline.status import Status
 from paceline.training import pickled_task, tasks
 from paceline.training.build import Run, build
-from paceline.training.checkpoint.keeper import FOLDER, REFUSED, Keeper, check_unchanged
+from paceline.training.checkpoint.file import copy_latest
+from paceline.training.checkpoint.keeper import FOLDER, REFUSED, Keeper, check_branch, check_unchanged
 from paceline.training.earlier import Earlier, find_earlier, other_task, task_name
 from paceline.training.loop import fit
 from paceline.training.observers import Observer, Printer, Recorder, Result
@@ -50,11 +51,9 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
     if not _running.acquire(blocking=False):
         raise UsageError("another run is in progress in this process: wait until it has ended, or use another process")
     try:
-        result = _train(task, config, options)
+        return _train(task, config, options).made_from(task)
     finally:
         _running.release()
-    object.__setattr__(result, "_task", task)  # makes `result.model`; not a field, because a record does not contain it
-    return result
 
 
 _running = threading.Lock()
@@ -72,11 +71,12 @@ def _train(task: str | Task, config: Config | None, options: dict[str, Any]) -> 
     check_workers(place, launched.workers)
     earlier = None
     if place.launcher == "alone":
-        if launched.resume:
+        if launched.resume or launched.branch_from:
             earlier = find_earlier(task, launched, place, options)
             if earlier.result is not None:
                 return Result.read(earlier.result)
             options = {**merge_options(earlier.options, options), "resume": earlier.record}
+            options |= {"branch_from": earlier.branch} if earlier.branch else {}
             launched = _launch_config(options)
         if _needs_launcher(launched):
             return _train_in_workers(task, options, launched)
@@ -88,18 +88,29 @@ def _train(task: str | Task, config: Config | None, options: dict[str, Any]) -> 
         earlier = Earlier(**here.broadcast(earlier and vars(earlier)))
         if earlier.result is not None:
             return Result.read(earlier.result)
+        if earlier.branch:
+            options = {**options, "branch_from": earlier.branch}
         if earlier.options.get("precision") and options.get("precision") == "auto":
             options = {**options, "precision": earlier.options["precision"]}  # what auto chose when the run started
         stages.enter("loading the task")
         made, config = tasks.resolve(task, merge_options(earlier.options, options))
         if earlier.task and made.name != earlier.task:
             raise other_task(earlier.record, earlier.task, made.name)
-        check_unchanged(earlier.options, config)
+        if earlier.record or not earlier.branch:
+            check_unchanged(earlier.options, config)
+        else:
+            check_branch(earlier.options, config)
         if config.tracker == "tensorboard":
             check_tensorboard()
-        with build(made, config, here) as run, Watch(here.rank, config.timeout_s, config.grace_s) as watch:
-            run, observers, keeper = _open_record(run, made, task_name(task), earlier.record)
-            return fit(run, observers, keeper, watch)
+        with build(made, config, here, earlier.initial()) as run, Watch(here.rank, config.timeout_s, config.grace_s) as watch:
+            earlier.check_initial(config, run.initial)
+            run, observers, keeper = _open_record(run, made, task_name(task), earlier)
+            try:
+                return fit(run, observers, keeper, watch)
+            except UsageError:
+                if here.is_main and not earlier.record:
+                    discard_unbegun(Path(run.contract.record))
+                raise
 
 
 def _launch_config(options: Mapping[str, Any]) -> Config:
@@ -117,7 +128,7 @@ def _needs_launcher(config: Config) -> bool:
     return workers > 1 or bool(config.max_restarts)
 
 
-def _open_record(run: Run, task: Task, task_name: str, earlier: str) -> tuple[Run, list[Observer], Keeper]:
+def _open_record(run: Run, task: Task, task_name: str, earlier: Earlier) -> tuple[Run, list[Observer], Keeper]:
     """Open the record on rank 0 and announce it to all workers: the run with its record, its observers and its checkpoints.
 
     Collective: call on every rank. Only rank 0 observes.
@@ -127,10 +138,12 @@ def _open_record(run: Run, task: Task, task_name: str, earlier: str) -> tuple[Ru
         path = Path(here.broadcast(None))
         if here.local_rank == 0:
             send_record_path(path)  # the launcher of each node may have to restart from it
-        return run, [], Keeper(run, resumes=bool(earlier))
+        return run, [], Keeper(run, resumes=bool(earlier.record), branches=bool(earlier.branch))
     name = config.name or f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    lost = bool(earlier) and not (Path(earlier) / "metrics.jsonl").exists()
-    record = Record.reopen(Path(earlier)) if earlier else Record(config.runs_dir, name)
+    lost = bool(earlier.record) and not (Path(earlier.record) / "metrics.jsonl").exists()
+    record = Record.reopen(Path(earlier.record)) if earlier.record else Record(config.runs_dir, name)
+    if earlier.branch and not earlier.record:
+        _begin_branch(record, Path(earlier.branch))
     path = record.path.resolve()
     send_record_path(Path(here.broadcast(str(path))))
     here.write_restart_note(str(path))
@@ -145,7 +158,17 @@ def _open_record(run: Run, task: Task, task_name: str, earlier: str) -> tuple[Ru
             with suppress(PacelineError):  # the writer of checkpoints calls this, possibly because the disk is full
                 observer.say(text)
 
-    return run, observers, Keeper(run, record.path / FOLDER, say_to_all, bool(earlier))
+    return run, observers, Keeper(run, record.path / FOLDER, say_to_all, bool(earlier.record), bool(earlier.branch))
+
+
+def _begin_branch(record: Record, source: Path) -> None:
+    """Copy the checkpoint that a branch continues from into its own record: it does not need the other one again."""
+    try:
+        if not copy_latest(source / FOLDER, record.path / FOLDER, warn):
+            raise UsageError(f"--branch-from: no checkpoint of {source} can be read; --init-from starts from its weights only")
+    except BaseException:
+        record.discard()
+        raise
 
 
 def _train_in_workers(task: str | Task, options: Mapping[str, Any], config: Config) -> Result:

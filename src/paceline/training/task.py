@@ -47,6 +47,9 @@ class Task:
     prepare: Prepare | None = None
     """Turns a batch, on the device, into what the objective gets: scaling, augmentation. It runs for every batch; a
     `KeyedPrepare` such as `Images` becomes part of the recorded step instead."""
+    predict: Callable[[nn.Module, Batch], Any] | None = None
+    """What `paceline predict` writes for a batch: a tensor, or a tuple or dict of tensors, one row per sample. It also gets
+    data without labels. None: the "outputs" that the objective reports, or else `model(batch[0])`."""
     defaults: Mapping[str, Any] | Config = field(default_factory=dict)
     """Options (fields of Config) that suit this task; recipes and flags override them. Of a Config, the options that were
     passed to it count."""
@@ -66,6 +69,7 @@ class Task:
         task_fields.check_objective(self.name, self.objective, classify)
         task_fields.check_model(self.name, self.model)
         task_fields.check_prepare(self.name, self.prepare)
+        task_fields.check_predict(self.name, self.predict)
         object.__setattr__(self, "defaults", task_fields.check_defaults(self.name, self.defaults))
 
 

@@ -114,6 +114,12 @@ def check_prepare(name: str, prepare: Any) -> None:
         _check_call(name, "prepare", prepare, ("batch", "samples", "epoch"), fix)
 
 
+def check_predict(name: str, predict: Any) -> None:
+    """A function of (model, batch), or None."""
+    if predict is not None:
+        _check_call(name, "predict", predict, ("model", "batch"), "def predict(model, batch): return model(batch[0])")
+
+
 def check_defaults(name: str, defaults: Any) -> dict[str, Any]:
     """The options of a dict, or those that a Config was given."""
     if isinstance(defaults, Config):

@@ -161,6 +161,22 @@ def _call(name: str, given: Settings) -> tuple[Task, Settings]:
     return _check_task(task, f"{function}() in {source} returned", "it must return"), settings
 
 
+def find_function(name: str, what: str) -> Any:
+    """The function that `file.py:function` or `module:function` names; `what` is the flag that gave it."""
+    source, _, function = name.partition(":")
+    if source.endswith(".py") and not Path(source).is_file():
+        raise UsageError(f"{what} {name}: {source} does not exist (looked in {Path.cwd()})")
+    try:
+        found = getattr(_import(source), function, None)
+    except PacelineError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{what} {name} raised {headline(error)}") from error
+    if not callable(found):
+        raise UsageError(f"{what} {name}: {source} has no function {function}()")
+    return found
+
+
 def _check_task(task: Any, found: str, rule: str) -> Task:
     if isinstance(task, Task):
         return task

@@ -19,6 +19,7 @@ import math
 import os
 import queue
 import re
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -192,6 +193,20 @@ def load_latest(folder: Path, notify: Notify) -> Checkpoint | None:
     return None
 
 
+def copy_latest(source: Path, target: Path, notify: Notify) -> bool:
+    """Copy the newest good checkpoint to another folder, complete or not at all. False if there is none."""
+    found = load_latest(source, notify)
+    if found is None:
+        return False
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with replacing(_path(target, found.step), sync_folder=True) as temporary:
+            shutil.copyfile(_path(source, found.step), temporary)
+    except OSError as error:
+        raise CheckpointError(f"cannot copy a checkpoint from {source} to {target}: {reason(error)}") from None
+    return True
+
+
 class _Damaged(Exception):
     """A file was read, but its content is not what was written."""
 
@@ -202,12 +217,12 @@ _LEFTOVER = re.compile(r"\.step-[0-9]+\.safetensors(\.[0-9]+)?\.part")
 _BEGIN = b'{"__metadata__":{"sha256":"'  # the digest comes first, so its position is known before anything is parsed
 _DIGEST = slice(8 + len(_BEGIN), 8 + len(_BEGIN) + 64)
 _HEADER_LIMIT_BYTES = 100_000_000  # other readers of the format refuse more
-_CODES = {
+CODES = {
     **{getattr(torch, f"{kind}int{bits}"): f"{kind or 'i'}{bits}".upper() for kind in ("", "u") for bits in (8, 16, 32, 64)},
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
     **{torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
 }
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,10 +272,10 @@ def _head(snapshot: _Snapshot, tensors: Mapping[str, Tensor]) -> bytearray:
     entries: dict[str, Any] = {"__metadata__": about}
     end = 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in _CODES:
+        if tensor.dtype not in CODES:
             raise CheckpointError(f"{name} has dtype {tensor.dtype}, which the safetensors format does not support")
         begin, end = end, end + tensor.nbytes
-        entries[_key(name)] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entries[_key(name)] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     if len(header) > _HEADER_LIMIT_BYTES:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.config import Config, names_with
+from paceline.dist.tensors import broadcast_tensors
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.options import Role
@@ -67,11 +67,19 @@ class Keeper:
     """Writes this run's checkpoints when they are due. Every worker has one; rank 0's has the folder."""
 
     def __init__(
-        self, run: Run, folder: Path | None = None, say: Callable[[str], None] = lambda text: None, resumes: bool = False
+        self,
+        run: Run,
+        folder: Path | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        resumes: bool = False,
+        branches: bool = False,
     ) -> None:
         self._run, self._identity = run, identity(run)
-        self.resumes = resumes
-        """Whether the run goes on with a record, from its newest checkpoint if it has one."""
+        self.resumes, self._branches = resumes, branches
+        """Whether the run goes on with a record, from its newest checkpoint if it has one; or begins with a checkpoint of
+        another record."""
+        self.branched = ""
+        """Which record the restored run continues from, and what changed, if its checkpoint is from another record."""
         self.extended = ""
         """What changes if the restored run was planned to be shorter."""
         self._saved_step: int | None = None
@@ -120,18 +128,25 @@ class Keeper:
 
     def restore(self) -> Progress | None:
         """Load rank 0's newest good checkpoint on every worker; None if not found. Collective: call on every rank."""
-        if not self.resumes:
+        if not (self.resumes or self._branches):
             return None
         checkpoint = None if self._folder is None else load_latest(self._folder, self._say)
         run, world = self._run, self._run.world
         facts = world.broadcast(checkpoint.facts if checkpoint else None)
         if facts is None:
+            if not run.initial.read:  # a resumed run starts over, but the file of --init-from was not read
+                raise CheckpointError(f"no checkpoint of {run.contract.record} can be read: start a new run")
             return None
-        _check_identity(facts["identity"], self._identity)
-        self.extended = describe_extension(facts["identity"]["options"], run, facts["progress"]["step"])
+        self._check(facts)
         if facts["place"] != _place(world) and self._run.config.reduce == "exact":
             self._say(f"the checkpoint was made by {facts['place']}, this is {_place(world)}: bits may differ from here on")
-        tensors = _broadcast(checkpoint.tensors if checkpoint else {}, world)
+        tensors = broadcast_tensors(checkpoint.tensors if checkpoint else {}, world)
+        lacking = [name for name in run.kept() if name not in tensors]
+        if lacking:
+            raise UsageError(
+                f"--branch-from: the options need {lacking[0]}, which the checkpoint does not have: leave out what was turned"
+                " on (--ema, --measure-noise, --lr-rule adascale), or start a new run with --init-from"
+            )
         with torch.no_grad():
             for name, tensor in run.model.state_dict().items():
                 if f"model.{name}" in tensors:
@@ -145,6 +160,16 @@ class Keeper:
         progress = facts["progress"]
         rows, means = Rows(**progress["rows"]), EpochMeans(**progress.get("means", {}))  # older checkpoints have no means
         return Progress(**{**progress, "result": Result.read(progress["result"]), "rows": rows, "means": means})
+
+    def _check(self, facts: Mapping[str, Any]) -> None:
+        """Check that this run can continue from a checkpoint with these facts, and say what changes."""
+        run, old, step = self._run, facts["identity"], facts["progress"]["step"]
+        source = run.config.branch_from
+        if source and old["options"].get("branch_from") != source:  # it was copied from there
+            self.branched = describe_branch(old, self._identity, run, step)
+            return
+        _check_identity(old, self._identity)
+        self.extended = describe_extension(old["options"], run, step)
 
 
 def _collect(run: Run, progress: Progress) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -197,6 +222,7 @@ def identity(run: Run) -> dict[str, Any]:
         "options": {**_options(run.config), **resolved},
         "data": run.data_sha256,
         "model": hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()[:16],
+        "initial": run.initial.sha256,
     }
 
 
@@ -233,6 +259,36 @@ def describe_extension(old: Mapping[str, Any], run: Run, at: int) -> str:
     )
 
 
+def check_branch(old: Mapping[str, Any], config: Config) -> None:
+    """Raise a UsageError if a branch has other options than its record, and the state in the checkpoint does not fit them."""
+    fixed = names_with(Role.STATE)
+    _refuse_branch(_changed(old, {name: value for name, value in vars(config).items() if name in fixed and name in old}))
+
+
+def describe_branch(old: Mapping[str, Any], new: Mapping[str, Any], run: Run, at: int) -> str:
+    """Where a branch begins and which options changed. Raises a UsageError if the checkpoint does not fit this run."""
+    fixed = {name: value for name, value in new["options"].items() if name in names_with(Role.STATE)}
+    differs = [*_differences(old, new), *_changed(old["options"], fixed)]
+    seeds = old["options"].get("seed"), new["options"]["seed"]
+    if seeds[0] != seeds[1] and at % run.sampler.steps:
+        differs.append(f"--seed was {seeds[0]}, is {seeds[1]}, and step {at:,} is in the middle of an epoch")
+    _refuse_branch(differs)
+    total, source = run.update.schedule.total_steps, run.config.branch_from
+    if total <= at:
+        raise UsageError(
+            f"--branch-from: {source} has trained {plural(at, 'step')} and this run has {total:,}: nothing is left to train;"
+            " give more --epochs"
+        )
+    names = names_with(Role.MODEL) - names_with(Role.STATE) - {"branch_from", "init_from"}
+    before = {**{name: getattr(Config, name) for name in names}, **old["options"]}
+    changed = [
+        f"{flag(name)} was {before[name]}, is {getattr(run.config, name)}"
+        for name in vars(run.config)
+        if name in names and before[name] != getattr(run.config, name)
+    ]
+    return f"{source}, after step {at:,}; {'; '.join(changed) or 'no option that the model depends on is changed'}"
+
+
 def _options(config: Config) -> dict[str, Any]:
     """The options that the weights depend on."""
     roles = (Role.MODEL,) if config.reduce == "fast" else (Role.MODEL, Role.ROUNDING)
@@ -249,14 +305,24 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def _check_identity(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Raise a UsageError that lists the differences."""
-    differs = _changed(old["options"], new["options"])
-    if old["task"] != new["task"]:
-        differs.insert(0, f"the task was {old['task']}, is {new['task']}")
+    _refuse([*_changed(old["options"], new["options"]), *_differences(old, new)])
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs besides the options."""
+    differs = [f"the task was {old['task']}, is {new['task']}"] if old["task"] != new["task"] else []
     if old["data"] != new["data"]:
         differs.append("the training or validation data is not the same")
-    if old["model"] != new["model"] and not any(text.startswith("--model ") for text in differs):
+    if old["model"] != new["model"] and old["options"].get("model") == new["options"].get("model"):
         differs.append("the model's parameters have other names or shapes")
-    _refuse(differs)
+    return differs
+
+
+def _refuse_branch(differs: list[str]) -> None:
+    if differs:
+        raise UsageError(
+            f"--branch-from: a branch cannot change this: {'; '.join(differs)}. For a new run from its weights, use --init-from"
+        )
 
 
 def _refuse(differs: list[str], rule: str = "") -> None:
@@ -268,17 +334,3 @@ def _refuse(differs: list[str], rule: str = "") -> None:
 def _place(world: World) -> str:
     kind = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     return f"torch {torch.__version__.partition('+')[0]} on {kind}"
-
-
-def _broadcast(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Rank 0's tensors on every worker: only rank 0 needs access to the record's folder."""
-    if world.size == 1:
-        return dict(tensors)
-    described = world.broadcast([[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()])
-    received = {}
-    for name, dtype, shape in described:
-        kind = getattr(torch, dtype)
-        tensor = tensors[name].to(world.device) if name in tensors else torch.empty(shape, dtype=kind, device=world.device)
-        dist.broadcast(tensor, 0)
-        received[name] = tensor.cpu()  # as in a checkpoint: an optimizer's own step count must stay on the CPU
-    return received

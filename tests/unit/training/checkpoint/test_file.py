@@ -451,7 +451,7 @@ def test_a_file_of_another_format_is_an_error_and_stays(folder, writer, notes, m
     assert one.wait()
     with monkeypatch.context() as later:
         later.setattr(checkpoint, "_FORMAT", "2")
-        later.setitem(checkpoint._CODES, torch.float32, "F32 as format 2 has it")
+        later.setitem(checkpoint.CODES, torch.float32, "F32 as format 2 has it")
         one.save(*of(120))
         one.close()
     new = folder / file_of(120)
