@@ -15,7 +15,7 @@ from harness.processes import children, tagged
 from paceline.training.run import train
 
 PAGE = Path(__file__).parents[2] / "docs" / "notebooks.md"
-DEFINE, TRAIN, *AFTER = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+DEFINE, TRAIN, USE, LOAD, RESUME = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 WRONG = """import dataclasses
 
@@ -56,7 +56,10 @@ def test_a_task_from_a_cell(notebook: Notebook, runs: Path) -> None:
     Path("line.py").write_text(DEFINE)
     assert sha256("first") == train("line.py", epochs=3, reduce="exact", virtual_workers=2).model_sha256
 
-    longer = notebook.run(AFTER[-1])
+    assert notebook.run(USE).result.startswith("tensor([[")
+    loaded = notebook.run(f"{LOAD}\nmodel.training, torch.equal(model.layer.weight, result.model.layer.weight)")
+    assert loaded.result == "(False, True)"
+    longer = notebook.run(RESUME)
     assert "extended" in longer.out
     assert "epochs=5" in longer.result
 
