@@ -27,7 +27,7 @@ from paceline.training.timing.profile import describe_timeline
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """How a run ended."""
 

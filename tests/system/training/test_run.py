@@ -42,6 +42,26 @@ def test_workers_started_from_a_program_leave_it_as_it_was(runs: Path) -> None:
     assert len(list(runs.iterdir())) == 3
 
 
+def test_a_task_object_survives_a_restart(runs: Path) -> None:
+    """The worker of the second attempt gets the same Task, and ends with the bits of a run in this process."""
+    calls, crashed, classify = [0], Path("crashed").resolve(), blobs().objective
+
+    def objective(model: nn.Module, batch: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 15 and not crashed.exists():
+            crashed.touch()
+            os._exit(9)
+        return classify(model, batch)
+
+    result = train(blobs(objective=objective), max_restarts=1, epochs=2, reduce="exact", checkpoint_every="3", name="a")
+    assert crashed.exists()
+    assert calls == [0]
+    assert result.model_sha256 == train(blobs(), epochs=2, reduce="exact").model_sha256
+    assert [type(layer).__name__ for layer in result.model.children()][0] == "Linear"
+    with pytest.raises(UsageError, match="is a record of task blobs, not other"):
+        train(replace(blobs(), name="other"), resume="a", epochs=3)
+
+
 def test_a_task_that_exits_is_no_success(runs: Path) -> None:
     Path("task.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(UsageError, match="raised SystemExit"):
