@@ -206,7 +206,7 @@ class Config(RemembersGiven):
     )
     """Continue a record, given by its folder or name, from its last checkpoint. Without a value: the record called --name, or
     this task's newest unfinished record; if there is no such record, start a new run."""
-    branch_from: str = _record("", Role.MODEL, Role.LAUNCH, Role.STUDY, Role.WHOLE_RUN, Role.COMMON, metavar="RECORD")
+    branch_from: str = _record("", Role.MODEL, Role.LAUNCH, Role.STUDY, Role.WHOLE_RUN, metavar="RECORD")
     """Start a new record that continues from the last checkpoint of this one, with its options unless they are given: another
     learning rate or schedule, more epochs. The other record is not changed."""
     checkpoint_every: str = _record("60s", Role.OPERATION, parse=parse_every, metavar="N|Xs")

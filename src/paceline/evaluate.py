@@ -12,6 +12,7 @@ from paceline.config import Config
 from paceline.errors import UsageError
 from paceline.files import finite
 from paceline.output import is_terminal, make_table, say, stages
+from paceline.records import find_record
 
 if TYPE_CHECKING:
     from paceline.training.after import Request
@@ -46,6 +47,7 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 def run(options: dict[str, Any]) -> int:
     """Evaluate, and print the metrics."""
     as_json, flags = options.pop("json"), to_flags(options)
+    find_record(options["record"], options["runs_dir"])  # report a mistake before torch is loaded
     start_stages()
     try:
         from paceline.training.after import evaluate, in_world

@@ -120,9 +120,17 @@ TABLE = {
     ),
     "run-name exp-name exp experiment experiment-name tag": "use {name} (name of the record in {runs_dir})",
     "ckpt checkpoint load resume-from resume-from-checkpoint ckpt-path load-checkpoint restore": (
-        "use {resume=RECORD} (continues a run from its last checkpoint)"
+        "use {resume=RECORD} (continues a run from its last checkpoint), {branch_from=RECORD} (continues it in a new record) or"
+        " {init_from=FILE} (starts from weights only)"
     ),
-    "pretrained weights init-from": "load the weights where your task makes its model; {resume=RECORD} continues a run",
+    "pretrained weights finetune fine-tune finetune-from init-weights init-checkpoint load-weights pretrained-model"
+    " model-name-or-path load-from": (
+        "use {init_from=FILE} (weights only, from a record, a .safetensors file or a torch file)"
+    ),
+    "fork fork-from branch": "use {branch_from=RECORD} (a new record that continues from its last checkpoint)",
+    "eval evaluate test test-only eval-only validate do-eval do-predict predict inference": (
+        "not an option of training: use paceline evaluate RECORD, or paceline predict RECORD"
+    ),
     "save-every save-freq save-steps save-interval ckpt-every checkpoint-freq checkpoint-interval": (
         "use {checkpoint_every} (500: every 500 steps; 60s: every 60 seconds)"
     ),
@@ -143,7 +151,11 @@ VERBS = {
     "ls list history show": "paceline runs",
     "bench benchmark speed": "paceline scale TASK",
     "sweep tune search compare": "paceline study STUDY.toml",
-    "predict cost": "paceline plan RECORD --cluster NAME",
+    "cost": "paceline plan RECORD --cluster NAME",
+    "eval test validate val score": "paceline evaluate RECORD",
+    "infer inference generate": "paceline predict RECORD --to FILE",
+    "finetune fine-tune": "paceline train TASK --init-from FILE",
+    "branch fork": "paceline train TASK --branch-from RECORD",
     "check env info": "paceline doctor",
     "download fetch datasets": "paceline data fetch",
     "dashboard ui serve tensorboard": "paceline board",

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.evaluate import add_request, is_main, make_request, start_stages, to_flags
 from paceline.output import plural, say, stages
+from paceline.records import find_record
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,7 @@ def run(options: dict[str, Any]) -> int:
     flags, to, force = to_flags(options), options.pop("to"), options.pop("force")
     if not to:
         raise UsageError("--to is empty: give the name of a file")
+    find_record(options["record"], options["runs_dir"])  # report a mistake before torch is loaded
     start_stages()
     try:
         from paceline.training.after import in_world

@@ -17,6 +17,7 @@ PUBLIC = [
     "Task",
     "World",
     "classify",
+    "load",
     "train",
     "world",
 ]

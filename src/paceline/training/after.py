@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from paceline.config import Config, make_config
@@ -36,8 +37,10 @@ from paceline.training.validation import Validation
 from paceline.training.weights import find_weights, read_on_main, read_weights
 
 TRAIN = "train"
-_TRAINING_ONLY = ("optimizer", "schedule", "hooks", "step")
-"""Fields of a Task that only training needs, as far as this Task has them."""
+_TRAINING_ONLY: dict[str, Any] = dict.fromkeys(("optimizer", "schedule", "hooks", "step"))
+_VALIDATION_ONLY: dict[str, Any] = {"metrics": {}, "validation_objective": None}
+"""Fields of a Task that only training or validation needs, as far as this Task has them, and their values if they are not
+needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +106,13 @@ def opened(request: Request, here: World, *, validates: bool) -> Iterator[Opened
     task, config = trained.resolve(request.task or None)
     sources, about = _choose_data(request.data, task, config, predicts=not validates)
     first = next(iter(sources.values())) if isinstance(sources, Mapping) else sources
-    looked_at = {"train": first, "validation": sources if validates else None}
-    nothing = {each.name: None for each in fields(Task) if each.name in _TRAINING_ONLY}
+    looked_at: dict[str, Any] = {"train": first, "validation": sources if validates else None}
+    unneeded = _TRAINING_ONLY if validates else {**_TRAINING_ONLY, **_VALIDATION_ONLY}
+    unneeded = {each.name: unneeded[each.name] for each in fields(Task) if each.name in unneeded}
     seen = count_samples(cast(Any, first)())
     if 0 < seen < here.size:
         raise UsageError(f"{plural(seen, 'sample')} for {here.size} workers: use --workers {seen} or fewer")
-    run = build(replace(task, **looked_at, **nothing), _plain(config, here, trained), here)
+    run = build(replace(task, **looked_at, **unneeded), _plain(config, here, trained), here)
     with run:
         name = WEIGHTS[request.weights]
         weights, path = read_on_main(lambda: _read(trained.record, request.runs_dir, name), here)
@@ -135,7 +139,7 @@ def evaluate(request: Request, here: World) -> dict[str, Any]:
             "task": model.task.name,
             "weights": model.weights,
             "data": model.data,
-            "samples": run.validation_samples,
+            "samples": run.contract.validation_samples,
             "metrics": metrics,
             "in_the_record": own,
         }
@@ -208,7 +212,7 @@ def _once(source: Any, config: Config, number: int, task: str, given: str = "") 
         seed_sample(key(config.seed, _DATA, number))
         made = source() if is_factory(source) else source
         if isinstance(made, Tensor | np.ndarray):
-            made = Arrays((made,))  # inputs without labels
+            made = Arrays((torch.as_tensor(made),))  # inputs without labels
         if given and isinstance(made, Task):
             raise UsageError(f"--data {given} returned a Task: give a function that returns data (--task chooses another task)")
         if given and made is None:

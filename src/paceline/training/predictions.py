@@ -70,15 +70,15 @@ def _choose(model: Opened, count: int) -> tuple[str, Predict]:
     Every worker tries the objective on the first chunk, so that all choose alike.
     """
     run, task = model.run, model.task
-    own = getattr(task, "predict", None)
+    objective, own = getattr(task, "validation_objective", None) or task.objective, task.predict
     if own is not None:
         return "the task's predict", lambda batch: own(run.model, batch)
     (batch,) = run.train.batches([np.arange(count)], None)
     why = "the objective reports no 'outputs'"
     try:
         with run.forward.autocast():
-            if "outputs" in task.objective(run.model, batch):
-                return "the objective's outputs", lambda batch: task.objective(run.model, batch)["outputs"]
+            if "outputs" in objective(run.model, batch):
+                return "the objective's outputs", lambda batch: objective(run.model, batch)["outputs"]
     except Exception as error:  # most likely because the data has no labels
         why = f"the objective cannot be called on this data ({type(error).__name__}: {first_line(error)})"
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch

@@ -161,10 +161,14 @@ def _open_record(run: Run, task: Task, task_name: str, earlier: Earlier) -> tupl
     return run, observers, Keeper(run, record.path / FOLDER, say_to_all, bool(earlier.record), bool(earlier.branch))
 
 
+def _warn_damaged(text: str) -> None:
+    warn(f"paceline: {text}")
+
+
 def _begin_branch(record: Record, source: Path) -> None:
     """Copy the checkpoint that a branch continues from into its own record: it does not need the other one again."""
     try:
-        if not copy_latest(source / FOLDER, record.path / FOLDER, warn):
+        if not copy_latest(source / FOLDER, record.path / FOLDER, _warn_damaged):
             raise UsageError(f"--branch-from: no checkpoint of {source} can be read; --init-from starts from its weights only")
     except BaseException:
         record.discard()

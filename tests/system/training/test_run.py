@@ -57,7 +57,7 @@ def test_a_task_object_survives_a_restart(runs: Path) -> None:
     assert crashed.exists()
     assert calls == [0]
     assert result.model_sha256 == train(blobs(), epochs=2, reduce="exact").model_sha256
-    assert [type(layer).__name__ for layer in result.model.children()][0] == "Linear"
+    assert next(type(layer).__name__ for layer in result.model.children()) == "Linear"
     with pytest.raises(UsageError, match="is a record of task blobs, not other"):
         train(replace(blobs(), name="other"), resume="a", epochs=3)
 

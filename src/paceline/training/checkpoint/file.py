@@ -194,7 +194,7 @@ def load_latest(folder: Path, notify: Notify) -> Checkpoint | None:
 
 
 def copy_latest(source: Path, target: Path, notify: Notify) -> bool:
-    """Copy the newest good checkpoint to another folder, complete or not at all. False if there is none."""
+    """Copy the newest good checkpoint to another folder, complete or not at all. False if no good one was found."""
     found = load_latest(source, notify)
     if found is None:
         return False
