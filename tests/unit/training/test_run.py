@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import signal
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,9 +15,10 @@ from torch.utils.tensorboard import SummaryWriter
 import paceline
 from harness.training import blobs
 from paceline.config import make_config
+from paceline.data.loaders import Loader, Resident
 from paceline.dist.launch import Outcome
 from paceline.dist.messages import Failure
-from paceline.errors import UsageError
+from paceline.errors import Stopped, UsageError
 from paceline.records import read_metrics, read_result
 from paceline.report.page import report_verb
 from paceline.toml import read_recipe
@@ -80,6 +82,28 @@ def test_any_thread_can_train_but_only_one_at_a_time(runs: Path) -> None:
         result = threads.submit(train, blobs(objective=objective), epochs=1, reduce="exact").result()
     assert result.model_sha256 == train(blobs(), epochs=1, reduce="exact").model_sha256
     assert "another run is in progress in this process" in str(tried[0])
+
+
+def test_a_second_interrupt_lets_the_loaders_close(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the run has already stopped: the first error stays the only one."""
+    closed: list[Loader] = []
+
+    def close(loader: Loader) -> None:
+        signal.raise_signal(signal.SIGINT)
+        closed.append(loader)
+
+    monkeypatch.setattr(Resident, "close", close)
+    calls: list[int] = []
+
+    def interrupted(model: Any, batch: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return blobs().objective(model, batch)
+
+    with pytest.raises(Stopped, match="stopped by Ctrl-C after step"):
+        train(blobs(objective=interrupted))
+    assert len(closed) == 2
 
 
 def test_what_resume_finds_is_said(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
