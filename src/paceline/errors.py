@@ -20,6 +20,14 @@ class PacelineError(Exception):
         return printable(super().__str__())
 
 
+class ShownAlone(PacelineError):
+    """An error that a notebook shows without the traceback: it would consist of the lines that wait for the workers."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython prints for this error."""
+        return [f"{type(self).__name__}: {self}"]
+
+
 class UsageError(PacelineError):
     """A mistake in what the user asked for: exit code 2."""
 
@@ -51,7 +59,7 @@ class Diverged(PacelineError):
     exit_code = 3
 
 
-class Stopped(PacelineError):
+class Stopped(ShownAlone):
     """The run was asked to stop and did: exit code 130 after Ctrl-C, 143 after SIGTERM or SIGHUP."""
 
     def __init__(self, text: str, why: str) -> None:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from paceline.cells import name_cell
 from paceline.errors import Diverged, PacelineError, Stopped, printable, text_of
 
 _HEADLINE = 200  # characters, about two lines of a terminal
@@ -171,7 +172,7 @@ def _deepest(frames: list[_Frame]) -> str:
 def _is_users(file: str) -> bool:
     """Whether this is a file of the user's, or a cell of a notebook."""
     if file.startswith("<"):  # made by a program: <string>, <frozen importlib._bootstrap>, <eval_with_key>.0
-        return file.startswith(("<ipython-input", "<stdin>"))
+        return file.startswith(("<ipython-input", "<stdin>", "<python-input"))
     paths = {os.path.abspath(file), os.path.realpath(file)}
     parts = {part for path in paths for part in path.split(os.sep)}
     if parts & {"site-packages", "dist-packages", ".triton"} or any(part.startswith("torchinductor_") for part in parts):
@@ -195,9 +196,10 @@ def _show(frame: _Frame) -> str:
 
 
 def _shorten(file: str) -> str:
-    """A path as the user would write it: relative if it is below the current folder."""
-    if file.startswith("<"):
-        return file
+    """A path as the user would write it: relative if it is below the current folder. A cell of a notebook has a number."""
+    cell = name_cell(file)
+    if cell or file.startswith("<"):
+        return cell or file
     with suppress(OSError):  # the current folder was removed
         relative = os.path.relpath(file)
         if not relative.startswith(os.pardir):

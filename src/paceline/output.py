@@ -18,12 +18,12 @@ def say(text: str, end: str = "\n") -> bool:
 
 def try_say(text: str, end: str = "\n") -> Exception | None:
     """Print to stdout and flush; return the error if it could not be printed."""
-    return _print(sys.stdout, text + end)
+    return write(sys.stdout, text + end)
 
 
 def warn(text: str) -> bool:
     """Print a line to stderr and flush. False if it could not be printed."""
-    return _print(sys.stderr, text + "\n") is None
+    return write(sys.stderr, text + "\n") is None
 
 
 def plural(count: float, word: str) -> str:
@@ -228,7 +228,8 @@ class _Sink(io.FileIO):
         return memoryview(data).nbytes
 
 
-def _print(stream: TextIO | None, text: str) -> Exception | None:
+def write(stream: TextIO | None, text: str) -> Exception | None:
+    """Print text to a stream and flush; return the error if it could not be printed."""
     if stream is None:
         return ValueError("closed")
     try:

@@ -63,7 +63,7 @@ def test_a_protected_stream_never_raises_and_keeps_the_error(broken: int, full: 
         protected.flush()
         assert isinstance(protected.error, OSError)
         assert protected.error.errno == code
-        error = output._print(protected, "more")
+        error = output.write(protected, "more")
         assert error is protected.error
 
 
@@ -75,7 +75,7 @@ def test_a_protected_stream_behaves_like_the_one_it_replaces(tmp_path: Path) -> 
     assert (protected.fileno(), protected.encoding, protected.isatty()) == (plain.fileno(), plain.encoding, False)
     assert protected.line_buffering == plain.line_buffering
     print("größer", "\u2192", file=protected)
-    assert output._print(protected, "last\n") is None
+    assert output.write(protected, "last\n") is None
     assert protected.error is None
     plain.close()
     assert (tmp_path / "file").read_bytes() == "first\ngrößer \\u2192\nlast\n".encode("latin-1")

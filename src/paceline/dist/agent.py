@@ -56,8 +56,13 @@ def run_workers(command: Sequence[str], workers: int, meeting: Meeting, logs: Pa
     )
     agent = _Agent(spec, DefaultLogsSpecs(log_dir=str(logs)))
     agent.kill_after_s = kill_after_s
-    agent.run()
-    return agent.exits()
+    try:
+        agent.run()
+        return agent.exits()
+    finally:
+        if meeting.nodes == 1:  # other nodes may still need the store
+            # The agent is part of a reference cycle: its store would listen at a port until the next garbage collection.
+            agent._pcontext = agent._store = agent._worker_group.store = None
 
 
 class _Agent(LocalElasticAgent):

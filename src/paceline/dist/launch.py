@@ -14,14 +14,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from paceline.config import Config
+from paceline.dist.forward import Forward, forward_output
 from paceline.dist.messages import (
     Failure,
     ask_to_stop,
@@ -38,7 +39,7 @@ from paceline.dist.messages import (
 from paceline.dist.place import MESSAGES_VARIABLE, check_port, threads_per_worker
 from paceline.dist.process import die_with_parent, drop_closed_terminal, group_is_running, python_command
 from paceline.dist.restarts import Crew, FailedAttempt, newest_checkpoint, next_crew, restart_command
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import ShownAlone, UsageError
 from paceline.explanation import Explanation, headline
 from paceline.loading import resume_collector
 from paceline.output import is_terminal, plural, warn
@@ -56,7 +57,7 @@ _LEFT_S = 2.0  # after success, how long processes that workers started may take
 _FINAL_EXIT_CODES = (0, 2, 3)  # done, the user's mistake, diverged: a restart would end the same way
 
 
-class WorkerFailed(PacelineError):
+class WorkerFailed(ShownAlone):
     """A worker started by this process failed. The explanation comes from the worker that failed first."""
 
     def __init__(self, explanation: Explanation, exit_code: int) -> None:
@@ -77,11 +78,16 @@ class Outcome:
     """Why it stopped, if it was asked to: "Ctrl-C", or the signal's name."""
 
 
-def launch(command: Sequence[str], config: Config) -> Outcome:
-    """Run `python -m paceline COMMAND` as `config.workers` local workers, with up to `config.max_restarts` restarts."""
+def launch(command: Sequence[str], config: Config, prepare: Callable[[Path], None] | None = None) -> Outcome:
+    """Run `python -m paceline COMMAND` as `config.workers` local workers, with up to `config.max_restarts` restarts.
+
+    `prepare` may write files for the workers into a folder that only this user can read. The folder is removed at the end.
+    """
     command, crew = list(command), Crew(config.workers or 1)
     record, before = None, None
     with _catch_stop_signals() as request, tempfile.TemporaryDirectory(prefix="paceline-") as place:
+        if prepare is not None:
+            prepare(Path(place))
         for restart in range(1, config.max_restarts + 2):
             folder = Path(place) / str(restart)
             folder.mkdir()
@@ -123,6 +129,7 @@ def start_as_worker() -> None:
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an interrupted import
     die_with_parent(int(os.environ.get(_AGENT_VARIABLE, "0")))  # a launcher killed with -9 leaves no orphans
+    forward_output(where)
     send_started()
     if read_stop(where):
         os._exit(STOPPED)  # asked to stop before it started
@@ -168,8 +175,9 @@ def _attempt(command: Sequence[str], crew: Crew, config: Config, folder: Path, r
             thread = threading.Thread(
                 target=_run_elastic, args=(command, crew, config, folder, ended), name="elastic", daemon=True
             )
-            thread.start()
-            _wait(thread, config, folder, request)
+            with _ended_on_error(folder), closing(Forward(folder)) as output:
+                thread.start()
+                _wait(thread, config, folder, request, output)
     record, unfinished = read_record_path(folder), read_unfinished(folder)
     exits = ended[0].codes if ended and not isinstance(ended[0], Exception) else None
     codes = {rank: code for rank, code in (exits or {}).items() if code != 0 or rank in unfinished}
@@ -200,10 +208,20 @@ def _run_elastic(command: Sequence[str], crew: Crew, config: Config, folder: Pat
         ended.append(error)
 
 
-def _wait(thread: threading.Thread, config: Config, folder: Path, request: StopRequest) -> None:
+@contextmanager
+def _ended_on_error(folder: Path) -> Iterator[None]:
+    """Kill the workers if waiting for them raises: the caller's program goes on and must not keep them."""
+    try:
+        yield
+    except BaseException:
+        _kill_workers(folder)
+        raise
+
+
+def _wait(thread: threading.Thread, config: Config, folder: Path, request: StopRequest, output: Forward) -> None:
     """Wait until the workers have ended. After a request to stop, end those that have not stopped after `config.grace_s`."""
     while thread.is_alive() and not request.why:
-        thread.join(0.1)
+        output.join(thread, 0.1)
     if not thread.is_alive():
         return
     ask_to_stop(folder, request.why)
@@ -214,12 +232,12 @@ def _wait(thread: threading.Thread, config: Config, folder: Path, request: StopR
         warn(STOPPING)
     end = time.monotonic() + (config.grace_s if begun else 0)
     while thread.is_alive() and request.times == 1 and time.monotonic() < end:
-        thread.join(0.1)
+        output.join(thread, 0.1)
     for number in (signal.SIGTERM, signal.SIGKILL):
         if thread.is_alive():
             _signal_workers(folder, number)
             # Nodes that have not met yet have no workers, and the thread may wait a very long time for the other nodes.
-            thread.join(_KILL_AFTER_S if config.nodes == 1 or read_started(folder) else 0.5)
+            output.join(thread, _KILL_AFTER_S if config.nodes == 1 or read_started(folder) else 0.5)
 
 
 def _kill_workers(folder: Path) -> None:

@@ -6,7 +6,9 @@ import select
 import shutil
 import signal
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +25,23 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+@contextmanager
+def delay_interrupts(*, raise_later: bool) -> Iterator[None]:
+    """Let a short cleanup finish in spite of Ctrl-C. Raise it afterwards, or drop it if another error is already on its way."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    times: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: times.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if times and raise_later:
+        raise KeyboardInterrupt
 
 
 def group_is_running(group: int) -> bool:

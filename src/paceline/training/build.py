@@ -25,6 +25,7 @@ from paceline.data.augment import Images
 from paceline.data.conversion import name_type
 from paceline.data.loaders import Arrays, Loader, Resident, make_loader
 from paceline.dist.agree import any_reason, check_agreement
+from paceline.dist.process import delay_interrupts
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim.muon import describe_split
@@ -88,9 +89,10 @@ class Run:
             stack.pop_all()  # from here on, __exit__ closes them
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for loader in self._loaders():
-            loader.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        with delay_interrupts(raise_later=error is None):  # a second Ctrl-C must not leave half of the processes behind
+            for loader in self._loaders():
+                loader.close()
 
     def _loaders(self) -> list[Loader]:
         return [self.train, *(each.loader for each in self.validation_sets.values())]

@@ -49,6 +49,12 @@ class Result:
     model_sha256: str = ""
     record: str = ""
 
+    def __repr__(self) -> str:
+        """The fields that say how it ended; in a notebook, this is what a cell shows."""
+        metrics = ", ".join(f"{name!r}: {value:.4g}" for name, value in self.metrics.items() if isinstance(value, int | float))
+        after = f", epochs={self.epochs}, steps={self.steps}, metrics={{{metrics}}}, record={self.record!r}"
+        return f"Result(status={str(self.status)!r}{f', why={self.why!r}' if self.why else ''}{after})"
+
     @cached_property
     def model(self) -> nn.Module:
         """The trained model, on the CPU and in evaluation mode, loaded from the record when first used (`paceline.load`)."""

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,7 +27,7 @@ from paceline.options import Role
 from paceline.output import is_terminal, plural, stages, warn
 from paceline.records import Record, close_cut_short, count_odd_lines, discard_unbegun, read_result
 from paceline.status import Status
-from paceline.training import tasks
+from paceline.training import pickled_task, tasks
 from paceline.training.build import Run, build
 from paceline.training.checkpoint.file import copy_latest
 from paceline.training.checkpoint.keeper import FOLDER, REFUSED, Keeper, check_branch, check_unchanged
@@ -46,10 +47,19 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
 
     Options are the fields of Config, given one by one or as a Config. They override the task's defaults; options that are not
     given, of a Config too, stay as the task or else Config has them. A process that torchrun, srun or mpirun started joins
-    their world. Otherwise `workers` processes are started; more than one needs a task with a name, because a Task in the memory
-    of this process cannot reach another.
+    their world. Otherwise `workers` processes are started. A Task object, such as one from a notebook, is sent to them with
+    cloudpickle (`pip install 'paceline[notebook]'`).
     """
-    return _train(task, config, options).made_from(task)
+    if not _running.acquire(blocking=False):
+        raise UsageError("another run is in progress in this process: wait until it has ended, or use another process")
+    try:
+        return _train(task, config, options).made_from(task)
+    finally:
+        _running.release()
+
+
+_running = threading.Lock()
+"""Held during a run: torch's process group and the environment of workers belong to the whole process."""
 
 
 def _train(task: str | Task, config: Config | None, options: dict[str, Any]) -> Result:
@@ -58,6 +68,7 @@ def _train(task: str | Task, config: Config | None, options: dict[str, Any]) -> 
             raise UsageError("a Config and options are both given: put the options into the Config")
         options = {name: value for name, value in vars(config).items() if name in config.given}
     place = read_place()
+    task = pickled_task.receive(task)
     launched = _launch_config(options)
     check_workers(place, launched.workers)
     earlier = None
@@ -172,15 +183,16 @@ def _begin_branch(record: Record, source: Path) -> None:
 def _train_in_workers(task: str | Task, options: Mapping[str, Any], config: Config) -> Result:
     """Start workers, each of which runs this command again, and wait for them."""
     if isinstance(task, Task):
-        workers = (config.workers or 1) * config.nodes
-        raise UsageError(
-            f"{plural(workers, 'worker')} cannot be started for a Task object: give its file or module:function, or start this"
-            f" program with torchrun --nproc-per-node {config.workers or 1}"
-        )
-    tasks.check(task, options)
+        tasks.resolve(task, options)  # report a mistake before any worker starts
+    else:
+        tasks.check(task, options)
     stages.enter(f"starting {plural(config.workers or 1, 'worker')}")
     stages.hand_over()  # to worker 0
-    outcome = launch(["train", task, *to_flags(options)], config)
+    flags = to_flags(options)
+    if isinstance(task, Task):
+        outcome = launch(["train", pickled_task.spell(task), *flags], config, lambda folder: pickled_task.send(task, folder))
+    else:
+        outcome = launch(["train", task, *flags], config)
     if outcome.exit_code == 0:
         if outcome.record is None and config.node_id == 0:
             raise WorkerFailed(Explanation("the workers ended before the run began"), 1)

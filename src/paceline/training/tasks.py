@@ -202,7 +202,7 @@ def _check_task(task: Any, found: str, rule: str) -> Task:
     raise UsageError(f"{found} {name_type(task)}: {rule} a paceline.Task{hint}")
 
 
-def _make_importable(folder: str) -> None:
+def make_importable(folder: str) -> None:
     """Put a folder on the path: after the standard library, which a queue.py in it must not replace, and before packages."""
     if folder not in sys.path:
         library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
@@ -212,10 +212,10 @@ def _make_importable(folder: str) -> None:
 
 def _import(source: str) -> ModuleType:
     if not source.endswith(".py"):
-        _make_importable(os.getcwd())
+        make_importable(os.getcwd())
         return importlib.import_module(source)
     path = Path(source).resolve()
-    _make_importable(str(path.parent))  # a task file may import files next to it
+    make_importable(str(path.parent))  # a task file may import files next to it
     name = path.stem
     while name in sys.stdlib_module_names or (name in sys.modules and not _is_from(path, sys.modules[name])):
         name = f"paceline_task_{name}"  # a file called queue.py must not replace the standard library's queue

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from paceline.config import Config
 from paceline.dist import launch as module
 from paceline.dist import restarts
 from paceline.dist.agent import Meeting
+from paceline.dist.forward import Forward
 from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, _catch_stop_signals, _meeting, launch, start_as_worker
 from paceline.dist.messages import Failure
 from paceline.errors import PacelineError, UsageError
@@ -402,6 +403,51 @@ def test_workers_can_be_launched_outside_the_main_thread(worker, tmp_path):
     thread.start()
     thread.join()
     assert outcomes == [Outcome(0, None, tmp_path / "record")]
+
+
+def test_the_workers_output_goes_to_the_programs_own_streams(worker, capsys):
+    """pytest's streams, like those of a notebook, are not files that a worker inherits."""
+    worker("print('out', rank, end='\\r'); print('of', rank); print('err', rank, file=sys.stderr)")
+    assert launch(["train"], Config(workers=2)).exit_code == 0
+    shown = capsys.readouterr()
+    assert sorted(shown.out.splitlines()) == ["of 0", "of 1", "out 0", "out 1"]
+    assert sorted(shown.err.splitlines()) == ["err 0", "err 1"]
+
+
+def test_workers_end_if_waiting_for_them_fails(worker, tmp_path, monkeypatch):
+    """The program goes on, and so would they."""
+    worker("(here / f'{rank}.pid').write_text(str(os.getpid())); time.sleep(100)")
+    pids = []
+
+    def fail(self, thread, timeout_s):
+        logs = [tmp_path / f"{rank}.pid" for rank in (0, 1)]
+        wait_for(lambda: all(path.exists() and path.read_text() for path in logs), 20, lambda: "no workers")
+        pids.extend(int(path.read_text()) for path in logs)
+        raise RuntimeError("an error in the waiting thread")
+
+    monkeypatch.setattr(Forward, "join", fail)
+    with soon(), pytest.raises(RuntimeError, match="in the waiting thread"):
+        launch(["train"], Config(workers=2))
+    wait_for(lambda: not any(map(alive, pids)), 10, lambda: "the workers still run")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_files_for_the_workers_are_in_a_private_folder(fails, worker, tmp_path):
+    worker("(here / f'{rank}.read').write_text((launcher_folder().parent / 'given').read_text())")
+    folders = []
+
+    def prepare(folder):
+        folders.append((folder, folder.stat().st_mode & 0o777))
+        (folder / "given").write_text("text")
+        if fails:
+            raise UsageError("cannot be written")
+
+    with pytest.raises(UsageError) if fails else nullcontext():
+        launch(["train"], Config(workers=2), prepare)
+    ((folder, mode),) = folders
+    assert mode == 0o700
+    assert not folder.exists()
+    assert [path.read_text() for path in tmp_path.glob("*.read")] == ([] if fails else ["text", "text"])
 
 
 NODE = """

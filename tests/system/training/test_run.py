@@ -1,5 +1,6 @@
 """`paceline.train` with workers and loader processes leaves the program as it was."""
 
+import gc
 import os
 import signal
 import sys
@@ -7,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -26,13 +28,38 @@ from unit.training.test_run import TASK
 def test_workers_started_from_a_program_leave_it_as_it_was(runs: Path) -> None:
     Path("task.py").write_text(TASK)
     environ, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
-    together = train("task.py", workers=2, epochs=1)
+    gc.disable()
+    try:
+        together = train("task.py", workers=2, epochs=1)
+        assert psutil.Process().net_connections() == []
+    finally:
+        gc.enable()
     assert together.status == "done"
     assert dict(os.environ) == environ
     assert signal.getsignal(signal.SIGINT) is handler
     assert train("task.py", workers=1, epochs=1).status == "done"
     assert train(blobs(), epochs=1, name="blobs").status == "done"
     assert len(list(runs.iterdir())) == 3
+
+
+def test_a_task_object_survives_a_restart(runs: Path) -> None:
+    """The worker of the second attempt gets the same Task, and ends with the bits of a run in this process."""
+    calls, crashed, classify = [0], Path("crashed").resolve(), blobs().objective
+
+    def objective(model: nn.Module, batch: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 15 and not crashed.exists():
+            crashed.touch()
+            os._exit(9)
+        return classify(model, batch)
+
+    result = train(blobs(objective=objective), max_restarts=1, epochs=2, reduce="exact", checkpoint_every="3", name="a")
+    assert crashed.exists()
+    assert calls == [0]
+    assert result.model_sha256 == train(blobs(), epochs=2, reduce="exact").model_sha256
+    assert next(type(layer).__name__ for layer in result.model.children()) == "Linear"
+    with pytest.raises(UsageError, match="is a record of task blobs, not other"):
+        train(replace(blobs(), name="other"), resume="a", epochs=3)
 
 
 def test_a_task_that_exits_is_no_success(runs: Path) -> None:

@@ -2,7 +2,9 @@
 
 import fcntl
 import os
+import signal
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ from torch.utils.tensorboard import SummaryWriter
 import paceline
 from harness.training import blobs
 from paceline.config import make_config
+from paceline.data.loaders import Loader, Resident
 from paceline.dist.launch import Outcome
 from paceline.dist.messages import Failure
-from paceline.errors import UsageError
+from paceline.errors import Stopped, UsageError
 from paceline.records import read_metrics, read_result
 from paceline.report.page import report_verb
 from paceline.toml import read_recipe
@@ -44,9 +47,63 @@ def test_flags_are_judged_with_the_tasks_own_defaults(runs: Path) -> None:
         train("task.py", warmup_steps=3, warmup_epochs=0.5)
 
 
-def test_a_task_object_trains_here_only() -> None:
-    with pytest.raises(UsageError, match="2 workers cannot be started for a Task object"):
-        train(blobs(), workers=2)
+def test_a_task_object_is_checked_before_workers_start() -> None:
+    with pytest.raises(UsageError, match="--set width: the Task blobs is already made"):
+        train(blobs(), workers=2, set={"width": 3})
+    with pytest.raises(UsageError, match="task blobs has its own model"):
+        train(blobs(), workers=2, model="mlp")
+    with pytest.raises(UsageError, match="unknown task '<blobs>'"):
+        train("<blobs>", workers=2)
+
+
+def test_a_result_is_one_short_line_and_knows_its_task(runs: Path) -> None:
+    task = blobs()
+    result = train(task, epochs=1, name="x")
+    assert result._task is task  # type: ignore[attr-defined]
+    short = f"metrics={{'loss': {result.metrics['loss']:.4g}, 'accuracy': {result.metrics['accuracy']:.4g}}}, record='runs/x')"
+    assert repr(result) == f"Result(status='done', epochs=1, steps={result.steps}, {short}"
+    failed = replace(result, status="failed", why="ValueError: here", metrics={})
+    assert repr(failed).startswith("Result(status='failed', why='ValueError: here', epochs=1, ")
+
+
+def test_any_thread_can_train_but_only_one_at_a_time(runs: Path) -> None:
+    """Only the main thread can have signal handlers."""
+    tried: list[Exception] = []
+
+    def objective(model: Any, batch: Any) -> Any:
+        if not tried:
+            try:
+                train(blobs(), workers=2)
+            except UsageError as error:
+                tried.append(error)
+        return blobs().objective(model, batch)
+
+    with ThreadPoolExecutor(1) as threads:
+        result = threads.submit(train, blobs(objective=objective), epochs=1, reduce="exact").result()
+    assert result.model_sha256 == train(blobs(), epochs=1, reduce="exact").model_sha256
+    assert "another run is in progress in this process" in str(tried[0])
+
+
+def test_a_second_interrupt_lets_the_loaders_close(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the run has already stopped: the first error stays the only one."""
+    closed: list[Loader] = []
+
+    def close(loader: Loader) -> None:
+        signal.raise_signal(signal.SIGINT)
+        closed.append(loader)
+
+    monkeypatch.setattr(Resident, "close", close)
+    calls: list[int] = []
+
+    def interrupted(model: Any, batch: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return blobs().objective(model, batch)
+
+    with pytest.raises(Stopped, match="stopped by Ctrl-C after step"):
+        train(blobs(objective=interrupted))
+    assert len(closed) == 2
 
 
 def test_what_resume_finds_is_said(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
