@@ -7,21 +7,23 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torch import nn
 
 from paceline.config import Config, make_config
 from paceline.contract import Contract
-from paceline.errors import PacelineError, RecordError, UsageError
+from paceline.errors import RecordError, UsageError
 from paceline.explanation import explain
 from paceline.files import read_json
 from paceline.output import plural, try_say, warn
 from paceline.records import Record, environment
 from paceline.status import Status
 from paceline.toml import read_toml, to_toml
+from paceline.training.monitor import describe_best
 from paceline.training.timing.health import describe, judge
 from paceline.training.timing.profile import describe_timeline
+from paceline.training.weights import write_weights
 
 Row = Mapping[str, Any]
 
@@ -31,7 +33,7 @@ class Result:
     """How a run ended."""
 
     status: str
-    """A `Status`: done, target reached, diverged, interrupted or failed."""
+    """A `Status`: done, target reached, stopped early, diverged, interrupted or failed."""
     why: str = ""
     """One line; "" if the run is done."""
     where: str = ""
@@ -45,15 +47,18 @@ class Result:
     """Of the last epoch, over all workers."""
     metrics: Mapping[str, float]
     """Of the last validation; empty for a task without validation data."""
+    best: Mapping[str, Any] = field(default_factory=dict)
+    """The best epoch, if a run keeps track of it (`--monitor`, `--save-best`, `--stop-after`): epoch, step, metric, value."""
     model_sha256: str = ""
     record: str = ""
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> "Result":
         """A result from JSON. Fields that are missing or of another type get their defaults; unknown fields are ignored."""
-        kinds = {"metrics": dict, "epochs": int, "steps": int, "train_time_s": int | float, "samples_per_s": int | float}
+        kinds: dict[str, Any] = {"metrics": dict, "best": dict, "epochs": int, "steps": int}
+        kinds |= {"train_time_s": int | float, "samples_per_s": int | float}
         known = [each.name for each in fields(cls)]
-        kept = {name: found[name] for name in known if isinstance(found.get(name), cast(Any, kinds.get(name, str)))}
+        kept = {name: found[name] for name in known if isinstance(found.get(name), kinds.get(name, str))}
         return cls(**{"status": Status.FAILED, "metrics": {}, **kept})
 
 
@@ -103,7 +108,7 @@ class Observer(Protocol):
         """Once, however the run ended; with the model if it is worth keeping."""
 
 
-_LASTING = ("epochs", "max_steps", "target_accuracy", "patience")
+_LASTING = ("epochs", "max_steps", "target_accuracy", "patience", "monitor", "mode", "stop_after", "save_best")
 """Options that decide when a run ends. They can change when the run is resumed."""
 _FOLLOWS = ("epochs", "total_steps", "warmup")
 """Fields of a contract that follow from them."""
@@ -200,29 +205,13 @@ class Recorder:
     def end(self, result: Result, model: nn.Module | None) -> None:
         try:
             if model is not None:
-                self._save(model)
+                write_weights(self._record.path / "model.safetensors", model)
         except BaseException as error:
             about = explain(error)
             result = replace(result, status=Status.FAILED, why=about.why, where=about.where, traceback=about.traceback)
             raise
         finally:
             self._record.finish(asdict(result))
-
-    def _save(self, model: nn.Module) -> None:
-        from safetensors.torch import save_file, save_model
-
-        target = self._record.path / "model.safetensors"
-        try:
-            with self._record.replacing(target.name) as path:
-                try:
-                    save_model(model, str(path))
-                except RuntimeError:  # views that share memory which none of them covers: save a copy of each
-                    save_file({name: t.clone().contiguous() for name, t in model.state_dict().items()}, str(path))
-        except PacelineError:
-            raise
-        except Exception as error:  # a full disk is a SafetensorError, not an OSError; unsupported kinds of tensors; ...
-            why = " ".join(str(error).split()) or type(error).__name__
-            raise RecordError(f"cannot write {target}: {why}; free some space or choose another --runs-dir") from error
 
 
 def left_words(seconds: float) -> str:
@@ -337,7 +326,7 @@ class Printer:
             self._line(line)
 
     def end(self, result: Result, model: nn.Module | None) -> None:
-        if result.status not in (Status.DONE, Status.TARGET_REACHED):
+        if not Status(result.status).good:
             self._line(f"{result.status} after {plural(result.steps, 'step')}; the record so far is in {result.record}")
             return
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
@@ -345,6 +334,8 @@ class Printer:
         whole = result.steps == result.epochs * self._per_epoch
         length = plural(result.epochs, "epoch") if whole else plural(result.steps, "step")
         self._line(f"{result.status}{reached} after {length}, {result.train_time_s:.1f} s of training")
+        if result.best:
+            self._line(describe_best(result.best))
         agree = f", all {self._workers} workers agree" if self._workers > 1 else ""
         self._line(f"model {result.model_sha256[:16]}{agree}; record in {result.record}")
 

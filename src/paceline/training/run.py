@@ -110,6 +110,7 @@ def _open_record(run: Run, task: Task, task_name: str, earlier: str) -> tuple[Ru
         path = Path(here.broadcast(None))
         if here.local_rank == 0:
             send_record_path(path)  # the launcher of each node may have to restart from it
+        run = replace(run, contract=replace(run.contract, record=str(path)))  # hooks may want to know it
         return run, [], Keeper(run, resumes=bool(earlier))
     name = config.name or f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     lost = bool(earlier) and not (Path(earlier) / "metrics.jsonl").exists()

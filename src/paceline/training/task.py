@@ -1,6 +1,6 @@
 """A task: the model, the data and the objective. Everything else about a run is configuration."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ from paceline.data.conversion import name_type
 from paceline.data.loaders import Batch, Prepare
 from paceline.errors import SampleError, UsageError
 from paceline.training import task_fields
+from paceline.training.hooks import Hooks, check_hooks
 from paceline.training.task_fields import Source
 
 Objective = Callable[[nn.Module, Batch], dict[str, Tensor]]
@@ -52,6 +53,8 @@ class Task:
     passed to it count."""
     unit: str = "images"
     """What to call samples, as in images/s."""
+    hooks: Hooks | Sequence[Hooks] = ()
+    """Functions that the run calls while it trains: after steps, validations, epochs and checkpoints, and at its end."""
 
     def __new__(cls, **given: Any) -> Self:
         """Raise a UsageError for a field that does not exist, with the nearest one."""
@@ -66,6 +69,7 @@ class Task:
         task_fields.check_objective(self.name, self.objective, classify)
         task_fields.check_model(self.name, self.model)
         task_fields.check_prepare(self.name, self.prepare)
+        object.__setattr__(self, "hooks", check_hooks(self.name, self.hooks))
         object.__setattr__(self, "defaults", task_fields.check_defaults(self.name, self.defaults))
 
 

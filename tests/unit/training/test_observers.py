@@ -286,7 +286,7 @@ def test_overlapping_views_are_saved_as_what_they_show(record):
 
 @pytest.mark.parametrize("why", ["SafetensorError: No space left on device (os error 28)", "LookupError: no such dtype"])
 def test_a_model_that_cannot_be_written_is_one_line_and_no_success(record, monkeypatch, why):
-    def full(*_):
+    def full(*_, **__):
         kind, _, text = why.partition(": ")
         raise {"SafetensorError": SafetensorError, "LookupError": LookupError}[kind](f"Error while serializing:\n{text}")
 
@@ -318,7 +318,8 @@ def test_an_extended_run_rewrites_how_long_it_trains_and_keeps_what_it_said(reco
     assert (contract["epochs"], contract["total_steps"]) == (3, 99)
     assert contract["workers"] == CONTRACT.workers, "the rest is as the run began"
     (row,) = [row for row in read_metrics(record.path) if row["kind"] == "resume"]
-    assert row["was"] == {"epochs": 2, "max_steps": 0, "target_accuracy": 0.0, "patience": 1}
+    lengths = {"epochs": 2, "max_steps": 0, "target_accuracy": 0.0, "patience": 1}
+    assert row["was"] == {**lengths, "monitor": "", "mode": "auto", "stop_after": 0, "save_best": False}
     assert row["contract"]["extended"] == "from 4 steps to 99"
 
 
