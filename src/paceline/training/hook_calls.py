@@ -18,7 +18,7 @@ from paceline.dist.agree import fingerprints
 from paceline.errors import UsageError
 from paceline.explanation import explain
 from paceline.training.build import Run
-from paceline.training.hooks import Hook, Hooks, Moment
+from paceline.training.hooks import Hook, Hooks, Moment, OwnHooks
 
 _FIRST, _EVERY = 3, 100  # calls of on_step around which fingerprints are compared
 _MAY_CHANGE = ("on_step", "on_epoch")
@@ -43,7 +43,7 @@ class HookCalls:
             )
 
     def has(self, name: str) -> bool:
-        """Whether a worker has a function of this name to call. The same on all workers."""
+        """Whether a function of this name is to be called, here or on another worker."""
         return any(getattr(hooks, name) is not None for hooks in self._run.hooks)
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -85,6 +85,9 @@ class HookCalls:
     def _unchanged(self, name: str, function: Hook, hooks: Hooks) -> Iterator[None]:
         """Undo `model.eval()`; in exact mode raise a UsageError if the model has changed."""
         model = self._run.model
+        if isinstance(hooks, OwnHooks):
+            yield
+            return
         modes = [(module, module.training) for module in model.modules()]
         exact = self._run.config.reduce == "exact" and name != "on_end"
         allowed = hooks.changes_model and name in _MAY_CHANGE

@@ -95,6 +95,10 @@ class Hooks:
             raise UsageError(f"Hooks has no function: give at least one of {', '.join(FUNCTIONS)}")
 
 
+class OwnHooks(Hooks):
+    """Hooks of Paceline's own, which need no checks."""
+
+
 FUNCTIONS = ("on_start", "on_step", "on_validation", "on_epoch", "on_checkpoint", "on_end")
 """The names of the functions."""
 _MEANT = {

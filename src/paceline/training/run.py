@@ -32,7 +32,7 @@ from paceline.training.earlier import Earlier, find_earlier, other_task, task_na
 from paceline.training.loop import fit
 from paceline.training.observers import Observer, Printer, Recorder, Result
 from paceline.training.task import Task
-from paceline.training.tracker import TensorBoard, check_tensorboard
+from paceline.training.tracker import Tracker, check_tracker
 
 _AFTER_WATCH_S = 10.0
 """How much later than the watch the backend gives up on a silent worker: the watch can say which worker hangs, and where."""
@@ -78,8 +78,7 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
         if earlier.task and made.name != earlier.task:
             raise other_task(earlier.record, earlier.task, made.name)
         check_unchanged(earlier.options, config)
-        if config.tracker == "tensorboard":
-            check_tensorboard()
+        check_tracker(config.tracker)
         with build(made, config, here) as run, Watch(here.rank, config.timeout_s, config.grace_s) as watch:
             run, observers, keeper = _open_record(run, made, task_name(task), earlier.record)
             return fit(run, observers, keeper, watch)
@@ -129,6 +128,9 @@ def _open_record(run: Run, task: Task, task_name: str, earlier: str) -> tuple[Ru
             with suppress(PacelineError):  # the writer of checkpoints calls this, possibly because the disk is full
                 observer.say(text)
 
+    if config.tracker != "none":
+        tracker = Tracker(config, run.contract, record.path, bool(earlier), say_to_all)
+        run = replace(run, hooks=(*run.hooks, tracker.hooks()))
     return run, observers, Keeper(run, record.path / FOLDER, say_to_all, bool(earlier))
 
 
@@ -182,12 +184,4 @@ def _make_observers(config: Config, task: Task, task_name: str, record: Record, 
     terminal = is_terminal(sys.stdout) and here.launcher not in ("srun", "mpirun")
     recorder = Recorder(record, config, task_name)
     printer = Printer(task.unit, terminal, recorder.note, course=os.environ.get("PACELINE_EPOCH_LINE") == "course")
-    observers: list[Observer] = [recorder, printer]
-
-    def tracker_failed(text: str) -> None:
-        recorder.note(text)
-        printer.say(text)  # the tracker may fail after the record is finished
-
-    if config.tracker == "tensorboard":
-        observers.append(TensorBoard(str(record.path), tracker_failed))
-    return observers
+    return [recorder, printer]
