@@ -57,7 +57,7 @@ class BestEpoch:
         return Path(self._run.contract.record) / BEST_FILE
 
     def _read_file(self) -> dict[str, Any]:
-        """What best.safetensors is about; empty if there is none. Collective: call on every rank."""
+        """What best.safetensors is about; empty without one. Collective: call on every rank."""
         found = _read_header(self._file) if self._run.world.is_main else None
         return dict(self._run.world.broadcast(found))
 

@@ -184,7 +184,7 @@ def _how_to_extend(record: Path, found: Result) -> str:
 
 def _lengths(record: Path, options: Mapping[str, Any]) -> Config:
     """The options that decide when a run ends, from the record's config.toml unless they are given."""
-    names = {*names_with(Role.LENGTH), "target_accuracy", "patience", "monitor", "mode", "stop_after"}
+    names = names_with(Role.LENGTH, Role.STOP)
     contract = _read_about(record).get("contract")
     recorded: dict[str, Any] = {"epochs": contract["epochs"]} if isinstance(contract, dict) and "epochs" in contract else {}
     with suppress(UsageError):

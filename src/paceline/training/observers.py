@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from paceline.config import Config, make_config
+from paceline.config import Config, make_config, names_with
 from paceline.contract import Contract
 from paceline.errors import RecordError, UsageError
 from paceline.explanation import explain
 from paceline.files import read_json
+from paceline.options import Role
 from paceline.output import plural, try_say, warn
 from paceline.records import Record, environment
 from paceline.status import Status
@@ -108,10 +109,8 @@ class Observer(Protocol):
         """Once, however the run ended; with the model if it is worth keeping."""
 
 
-_LASTING = ("epochs", "max_steps", "target_accuracy", "patience", "monitor", "mode", "stop_after", "save_best")
-"""Options that decide when a run ends. They can change when the run is resumed."""
 _FOLLOWS = ("epochs", "total_steps", "warmup")
-"""Fields of a contract that follow from them."""
+"""Fields of a contract that follow from the length of a run."""
 
 
 class Recorder:
@@ -161,7 +160,7 @@ class Recorder:
         """How long the record's config.toml says that the run trains; empty if it cannot be read."""
         with suppress(UsageError):
             recorded = make_config(read_toml(self._record.path / "config.toml", "config.toml"))
-            return {name: getattr(recorded, name) for name in _LASTING}
+            return {name: getattr(recorded, name) for name in sorted(names_with(Role.LENGTH, Role.STOP))}
         return {}
 
     def _rewrite(self, lasting: Mapping[str, Any], contract: Contract) -> None:

@@ -31,6 +31,7 @@ _MEANT = {
     **dict.fromkeys(("net", "network", "module"), "model"),
     **dict.fromkeys(("transform", "transforms", "augment", "preprocess"), "prepare"),
     **dict.fromkeys(("config", "options", "hparams"), "defaults"),
+    **dict.fromkeys(("callbacks", "callback", "hook", "listeners"), "hooks"),
 }
 """Names that other tools use, and the field that they mean here."""
 _DATA_RULE = "give Arrays((inputs, targets)) or a map-style Dataset"

@@ -206,8 +206,9 @@ def _params(config: Config, contract: Contract) -> dict[str, Any]:
 
 def _summarize(result: Result) -> dict[str, Any]:
     good = Status(result.status).good  # a run that will be resumed has no final values yet
-    named = ("status", "why", "epochs", "steps", "train_time_s", "model_sha256")
+    named = ("why", "epochs", "steps", "train_time_s", "model_sha256")
     return {
+        "status": str(result.status),
         **{name: getattr(result, name) for name in named},
         **{f"final/{name}": value for name, value in result.metrics.items() if good},
         **{f"best/{name}": result.best[name] for name in ("epoch", "step", "value") if good and name in result.best},

@@ -1,6 +1,7 @@
 """Hooks: when each is called and with what, what it must not do, and what a mistake in one says."""
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,16 @@ def test_a_task_without_hooks_has_none() -> None:
     one = Hooks(on_end=print)
     assert blobs(hooks=one).hooks == blobs(hooks=[one]).hooks == (one,)
     assert isinstance(blobs(hooks=one), Task)
+
+
+def test_the_documented_hooks_work(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[3] / "docs" / "hooks.md"
+    first, second = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    Path("my_task.py").write_text(first)
+    assert train("my_task.py", epochs=2, name="x").status == "done"
+    out = capsys.readouterr().out
+    assert "epoch 2: accuracy 0." in out
+    assert "upload runs/x/model.safetensors" in out
+    names: dict[str, Any] = {"Hooks": Hooks, "Moment": Moment}
+    exec(second, names)
+    assert train_in(ALONE, blobs(hooks=names["hooks"]), {"epochs": 1, **EXACT}).result.status == "done"
