@@ -1,8 +1,8 @@
 """Write a run to an experiment tracker (`--tracker`), by hooks on rank 0.
 
 The library is called in a thread of its own: a server that is slow or gone does not hold up training, and an error ends the
-tracker, not the run. tracker.json in the record keeps the tracker's own id of the run, so that a resumed run continues it. A
-resumed run repeats the steps since its last checkpoint; rows that the tracker has already are not sent again.
+tracker, not the run. tracker.json in the record keeps the tracker's own id of the run, so that a resumed run continues it. Its
+rows are in the record, too: a resumed run sends those that the library does not have, and no row twice.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from paceline.config import Config
 from paceline.contract import Contract
 from paceline.errors import UsageError, reason
 from paceline.files import read_json, write_json
-from paceline.records import parse_row
+from paceline.records import parse_row, read_metrics
 from paceline.status import Status
 from paceline.training.hooks import Hooks, Moment, OwnHooks
 from paceline.training.observers import Result
@@ -60,7 +60,7 @@ class Library(Protocol):
     """What identifies the run, for tracker.json."""
 
     def last_step(self, name: str) -> int | None:
-        """The last step for which the library has this value, -1 if it has none; None if it cannot tell."""
+        """After a resume: the last step for which the library has this value, -1 if it has none; None if it cannot tell."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Store values under a step."""
@@ -94,8 +94,12 @@ class Tracker:
         return OwnHooks(on_start=self._start, on_step=self._pass_on, on_epoch=self._pass_on, on_end=self._end)
 
     def _start(self, moment: Moment) -> None:
-        rows = _last_steps(self._folder) if self._resumes else {}
-        self._queue.put(partial(self._open, moment.step if self._resumes else None, rows))
+        rows: list[dict[str, Any]] = []
+        if self._resumes:
+            with suppress(OSError):
+                rows = [row for row in read_metrics(self._folder) if row["kind"] in ("step", "epoch", "health")]
+        self._queue.put(partial(self._open, moment.step if self._resumes else None, _last_steps(self._folder)))
+        self._queue.put(partial(self._send, rows))
         self._thread.start()
 
     def _pass_on(self, moment: Moment) -> None:
@@ -124,6 +128,7 @@ class Tracker:
                 self._say(f"the tracker cannot be written and is left out from here on: {' '.join(why.split())[:300]}")
 
     def _open(self, resumed_at: int | None, rows: Mapping[str, int]) -> None:
+        """Open the library; `rows` has the last step of each kind of row, for a library that cannot tell."""
         from paceline.training.tracker_libraries import LIBRARIES
 
         name, file = self._config.tracker, self._folder / FILE
@@ -144,9 +149,9 @@ class Tracker:
         self._library = library = LIBRARIES[name](about)
         if library.remembered:
             write_json(file, {**remembered, name: library.remembered})
-        if about.known:
-            told = {"step": library.last_step(STEP_VALUE), "epoch": library.last_step(EPOCH_VALUE)}
-            self._sent = {kind: rows.get(kind, -1) if step is None else step for kind, step in told.items()}
+        if resumed_at is not None:
+            has = {"step": library.last_step(STEP_VALUE), "epoch": library.last_step(EPOCH_VALUE)}
+            self._sent = {kind: rows.get(kind, -1) if step is None else step for kind, step in has.items()}
             self._step = max(0, *self._sent.values())
 
     def _send(self, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -25,14 +25,15 @@ class TensorBoard:
     def __init__(self, about: About) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # A resumed run repeats some steps: purge_step hides the old points from the first of these on.
-        repeated = None if about.resumed_at is None else about.resumed_at + 1
+        # A resumed run repeats some steps: purge_step hides the old points from here on.
+        repeated = about.resumed_at if any(about.folder.glob("events.out.tfevents.*")) else None
+        self._has = -1 if repeated is None else repeated - 1
         self._writer: Any = SummaryWriter(str(about.folder), purge_step=repeated, flush_secs=10)
         self._writer.add_text("contract", about.contract)
         self.remembered: Mapping[str, Any] = {}
 
     def last_step(self, name: str) -> int | None:
-        return -1
+        return self._has
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -62,16 +63,18 @@ class Wandb:
         )
         self._run.config.update(dict(about.params), allow_val_change=True)
         self.remembered: Mapping[str, Any] = {"id": self._run.id, "project": self._run.project}
-        self._offline = bool(self._run.offline)
-        if self._offline:
+        self._folder = Path(self._run.dir).parent
+        if self._run.offline:
             why = ", because no account was found: wandb login, or set WANDB_API_KEY" if offline else ""
-            runs = Path(self._run.dir).parent.parent / f"offline-run-*-{self._run.id}"  # one folder per start of the run
-            about.say(f"W&B: the run is stored offline{why}; wandb sync {runs} uploads it")
+            about.say(f"W&B: the run is stored offline{why}; wandb sync {self._folder} uploads it")
         else:
             about.say(f"W&B: {self._run.url}")
 
     def last_step(self, name: str) -> int | None:
-        return None if self._offline else int(self._run.step) - 1
+        """Offline, each start of a run has a folder of its own. The newest gets all rows, unless older ones were uploaded."""
+        if not self._run.offline:
+            return int(self._run.step) - 1
+        return None if any(self._folder.parent.glob(f"*-{self._run.id}/*.synced")) else -1
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=max(step, self._run.step))

@@ -63,12 +63,13 @@ def test_one_model_and_one_end_on_any_number_of_workers(tmp_path: Path) -> None:
 
 TASK = """
 import sys
+from pathlib import Path
 sys.path.insert(0, {tests!r})
 from harness.training import blobs
 from paceline import Hooks
 
 def my_hook(moment):
-    if moment.step == 5:
+    if moment.step == 13 and not Path("fixed").exists():
         raise KeyError("no such thing")
 
 def task():
@@ -77,13 +78,32 @@ def task():
 
 
 def test_an_error_in_a_hook_of_rank_0_ends_all_workers(runs: Path) -> None:
+    """Then the run is resumed, and has the best epoch from before the error."""
     Path("mine.py").write_text(TASK.format(tests=str(Path(__file__).parents[2])))
-    done = paceline("train", "mine.py", "--workers", "2", "--name", "x", "--timeout-s", "60", timeout_s=50)
+    flags = [
+        "--workers",
+        "2",
+        "--reduce",
+        "exact",
+        "--checkpoint-every",
+        "6",
+        "--save-best",
+        "--monitor",
+        "loss",
+        "--mode",
+        "max",
+    ]
+    done = paceline("train", "mine.py", "--name", "x", "--timeout-s", "60", *flags, timeout_s=110)
     assert done.returncode == 1, done.stderr
     assert "worker 0 failed first: KeyError: 'no such thing'" in done.stderr
-    assert "mine.py, line 9, in my_hook" in done.stderr
+    assert "mine.py, line 10, in my_hook" in done.stderr
     result = read_result(runs / "x")
-    assert (result["status"], result["steps"]) == ("failed", 5)
+    assert (result["status"], result["steps"], result["best"]["epoch"]) == ("failed", 13, 1)
+    Path("fixed").touch()
+    done = paceline("train", "mine.py", "--resume", "x", timeout_s=110)
+    assert done.returncode == 0, done.stderr
+    assert (read_result(runs / "x")["best"]["epoch"], result["best"]["file"]) == (1, "best.safetensors")
+    assert "after epoch 1, in best.safetensors" in done.stdout
 
 
 def watch_wrongly(here: World) -> str:

@@ -107,6 +107,8 @@ def test_wandb(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = read_json(runs / "x" / "tracker.json")["wandb"]
     files = sorted((runs / "x" / "wandb").glob(f"offline-run-*-{known['id']}/run-{known['id']}.wandb"))
     assert len(files) == 2, "one per start, both of one run"
+    assert files[1].parent.name in out, "the newest has everything"
+    files = files[1:]
     found: dict[str, dict[int, float]] = defaultdict(dict)
     config: dict[str, Any] = {}
     summary: dict[str, Any] = {}

@@ -115,6 +115,24 @@ def test_exact_mode_refuses_a_change_of_the_model(change: Any, where: str) -> No
         train_in(ALONE, task, {"epochs": 1, "checkpoint_every": "0" if where != "on_checkpoint" else "3", **EXACT}, Path("."))
 
 
+def test_a_change_in_a_late_step_is_found_without_looking_at_the_bits() -> None:
+    def my_hook(moment: Moment) -> None:
+        if moment.step == 7:  # bits are compared around steps 1 to 3
+            next(moment.model.parameters()).mul_(2)
+
+    with pytest.raises(UsageError, match=r"^hook on_step \(my_hook\) changed the model \(0.weight\)"):
+        train_in(ALONE, blobs(hooks=Hooks(on_step=my_hook)), {"epochs": 1, **EXACT})
+
+
+def test_an_extended_run_does_not_repeat_a_change(runs: Path) -> None:
+    hooks = Hooks(on_epoch=lambda moment: next(moment.model.parameters()).mul_(0.5), changes_model=True, every_rank=True)
+    for options in ({}, {"ema": 0.9}):
+        constant = {**EXACT, "schedule": "constant", **options}
+        calm = train(blobs(hooks=hooks), epochs=3, **constant)
+        first = train(blobs(hooks=hooks), epochs=2, **constant)
+        assert train(blobs(hooks=hooks), resume=first.record, epochs=3).model_sha256 == calm.model_sha256
+
+
 def test_a_hook_that_says_so_may_change_the_model() -> None:
     plain = train_in(ALONE, blobs(), {"epochs": 2, **EXACT})
     for name in ("on_step", "on_epoch"):

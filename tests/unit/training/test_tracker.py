@@ -114,9 +114,19 @@ def test_a_row_that_was_lost_is_sent_again(runs: Path, memory: Memory) -> None:
     task = blobs(hooks=failing([15]))
     with pytest.raises(InterruptedError):
         train(task, **LONG)
-    memory.values[:] = [(step, values) for step, values in memory.values if step < 13]
+    memory.values[:] = [(step, values) for step, values in memory.values if step < 9]  # the checkpoint is from step 12
     train(task, resume="x")
     assert memory.steps("train/loss") == [2, 4, 6, 8, 9, 11, 13, 15, 17, 18, 20, 22, 24, 26, 27]
+    assert memory.steps("validation/loss") == [9, 18, 27]
+
+
+def test_a_tracker_that_comes_later_gets_the_rows_from_before(runs: Path, memory: Memory) -> None:
+    task = blobs(hooks=failing([15]))
+    with pytest.raises(InterruptedError):
+        train(task, **{**LONG, "tracker": "none"})
+    train(task, resume="x", tracker="wandb")
+    assert memory.steps("train/loss") == [2, 4, 6, 8, 9, 11, 13, 15, 17, 18, 20, 22, 24, 26, 27]
+    assert memory.steps("validation/loss") == [9, 18, 27]
 
 
 def test_a_library_that_fails_costs_one_line(runs: Path, memory: Memory, capsys: pytest.CaptureFixture[str]) -> None:
