@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from paceline.dist.world import World as World
     from paceline.dist.world import world as world
     from paceline.errors import PacelineError as PacelineError
+    from paceline.training.hooks import Hooks as Hooks
+    from paceline.training.hooks import Moment as Moment
     from paceline.training.observers import Result as Result
     from paceline.training.run import train as train
     from paceline.training.task import Task as Task
@@ -32,7 +34,9 @@ _MODULES = {
     "Arrays": "paceline.data.loaders",
     "Config": "paceline.config",
     "ExactReducer": "paceline.core.exact_sum",
+    "Hooks": "paceline.training.hooks",
     "Images": "paceline.data.augment",
+    "Moment": "paceline.training.hooks",
     "PacelineError": "paceline.errors",
     "Parts": "paceline.core.parts",
     "Result": "paceline.training.observers",

@@ -175,15 +175,17 @@ class Config(RemembersGiven):
     """Epochs to train, at most. With --resume, a larger number than before extends a run, finished or not."""
     max_steps: int = _run(0, Role.MODEL, Role.LENGTH, Role.WHOLE_RUN, at_least=0)
     """Stop after N steps (0: no limit)."""
-    target_accuracy: float = _run(0.0, Role.TIMING, Role.WHOLE_RUN, at_least=0, at_most=1)
+    target_accuracy: float = _run(0.0, Role.TIMING, Role.STOP, Role.WHOLE_RUN, at_least=0, at_most=1)
     """Stop when validation accuracy reaches this (0: no target) in --patience epochs in a row."""
-    patience: int = _run(1, Role.TIMING, Role.WHOLE_RUN, at_least=1)
+    patience: int = _run(1, Role.TIMING, Role.STOP, Role.WHOLE_RUN, at_least=1)
     """How many epochs in a row must reach --target-accuracy."""
-    monitor: str = _run("", Role.TIMING, Role.WHOLE_RUN, metavar="METRIC")
+    monitor: str = _run("", Role.TIMING, Role.STOP, Role.WHOLE_RUN, metavar="METRIC")
     """The validation metric that decides which epoch is best: accuracy, loss, or any other that the task reports (default:
     loss)."""
-    mode: Literal["auto", "min", "max"] = _run("auto", Role.TIMING, Role.WHOLE_RUN)
+    mode: Literal["auto", "min", "max"] = _run("auto", Role.TIMING, Role.STOP, Role.WHOLE_RUN)
     """Whether a smaller (min) or a larger (max) value of --monitor is better. auto: min for losses and errors, else max."""
+    stop_after: int = _run(0, Role.TIMING, Role.STOP, Role.WHOLE_RUN, at_least=0)
+    """Stop after N epochs in which --monitor did not improve (0: train to the end)."""
     precision: Literal["auto", "fp32", "bf16"] = _run("auto", Role.MODEL, Role.COMMON)
     """bf16 runs the forward pass under autocast; weights and optimizer stay fp32. auto: bf16 on devices made for it."""
     fast: Literal["auto", "on", "off"] = _run("auto", Role.ROUNDING)
@@ -215,11 +217,13 @@ class Config(RemembersGiven):
     """When to write a checkpoint: every N steps (500) or every X seconds (60s), and at the end of the run; 0: never."""
     keep: int = _record(2, Role.OPERATION, at_least=1)
     """How many checkpoints to keep."""
+    save_best: bool = _record(False, Role.OPERATION, Role.STOP, Role.WHOLE_RUN)
+    """Keep the weights of the best epoch by --monitor in best.safetensors; with --ema the averaged ones."""
     profile: bool = _record(False, Role.OPERATION, Role.WHOLE_RUN)
     """Write a timeline of a few steps on all workers into the record: forward, backward, every bucket's all-reduce."""
     log_every: int = _record(10, Role.OPERATION, at_least=1)
     """Write a row to metrics.jsonl every N steps."""
-    tracker: Literal["none", "tensorboard"] = _record("none", Role.OPERATION, Role.WHOLE_RUN)
+    tracker: Literal["none", "tensorboard", "wandb", "mlflow", "trackio"] = _record("none", Role.OPERATION, Role.WHOLE_RUN)
     """Also write to a tracker (pip install 'paceline[trackers]')."""
 
     replaces: InitVar[Any] = copied

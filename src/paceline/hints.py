@@ -84,7 +84,7 @@ TABLE = {
     "limit-train-batches": "use {train_samples} (train on the first N samples) or {max_steps}",
     "eval-steps eval-every val-check-interval eval-strategy": "not available: a run validates after every epoch",
     "log-every-n-steps logging-steps log-interval print-freq": "use {log_every} (write a row to metrics.jsonl every N steps)",
-    "report-to logger": "use {tracker}",
+    "report-to logger log-with": "use {tracker} (wandb, mlflow, trackio or tensorboard)",
     "dropout drop drop-rate": (
         "it belongs to the model: use {model=cnn:dropout=0.1}, or {set=dropout=0.1} if your task() takes it"
     ),
@@ -110,9 +110,15 @@ TABLE = {
     "max-epochs num-epochs n-epochs num-train-epochs": "use {epochs} (epochs to train, at most)",
     "steps num-steps iterations iters max-iters max-iterations train-steps": "use {max_steps=N} (stop after N steps)",
     "dry-run fast-dev-run": "use {max_steps=3} (stop after a few steps)",
-    "early-stopping early-stop": (
-        "use {target_accuracy} and {patience} (stop when N epochs in a row reach the target); stopping on a plateau is not"
-        " available"
+    "early-stopping early-stop earlystopping early-stopping-patience early-stopping-rounds": (
+        "use {stop_after=N} (stop after N epochs in which {monitor} did not improve), or {target_accuracy} with {patience}"
+    ),
+    "metric-for-best-model best-metric eval-metric": "use {monitor} (the metric that decides which epoch is best)",
+    "greater-is-better monitor-mode": "use {mode=max} or {mode=min} with {monitor}",
+    "min-delta early-stopping-threshold": "not available: with {stop_after=N}, any better value of {monitor} counts",
+    "callbacks callback": "use Task(hooks=paceline.Hooks(on_epoch=...)); {save_best}, {stop_after} and {tracker} are built in",
+    "modelcheckpoint save-top-k load-best-model-at-end save-best-only keep-best": (
+        "use {save_best} (the best epoch's weights, in best.safetensors) with {monitor}, {checkpoint_every} and {keep}"
     ),
     # Records and output
     "output-dir output out out-dir save-dir save save-path log-dir logdir checkpoint-dir ckpt-dir results-dir o": (
@@ -135,8 +141,14 @@ TABLE = {
         "use {checkpoint_every} (500: every 500 steps; 60s: every 60 seconds)"
     ),
     "log-interval log-freq logging-steps print-freq log-steps": "use {log_every=N} (a row in metrics.jsonl every N steps)",
-    "wandb mlflow comet": "not available: {tracker=tensorboard} is the only tracker; every run is also in metrics.jsonl",
+    "wandb use-wandb with-wandb": "use {tracker=wandb}",
+    "mlflow": "use {tracker=mlflow}",
+    "trackio": "use {tracker=trackio}",
+    "comet neptune clearml aim": (
+        "not built in: {tracker} has wandb, mlflow, trackio and tensorboard; others by Task(hooks=...)"
+    ),
     "tensorboard tb": "use {tracker=tensorboard}",
+    "wandb-project project-name": "not an option: set WANDB_PROJECT (or MLFLOW_EXPERIMENT_NAME) with {tracker}",
     "verbose v": "not available: {log_every=1} writes every step to metrics.jsonl; {traceback} shows the whole traceback",
     "debug": "use {traceback} (the whole traceback of an error) and {workers=1}, {max_steps=3} for a short run",
     "quiet q silent": "not available: send the output to a file; {runs_dir} has the metrics of every run",

@@ -9,6 +9,8 @@
     course.csv         time,val_accuracy: one line per epoch
     checkpoints/       where a resumed run starts from
     model.safetensors  the trained weights, under the bare model's own names
+    best.safetensors   with --save-best: those of the best epoch
+    tracker.json       with --tracker: the tracker's own id of the run
     result.json        how the run ended: written last, so a record without it was cut short
 
 Nothing here imports torch, so reports and predictions read records without delay.

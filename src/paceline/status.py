@@ -9,6 +9,7 @@ class Status(StrEnum):
     RUNNING = "running"
     DONE = "done"
     TARGET_REACHED = "target reached"
+    STOPPED_EARLY = "stopped early"  # --stop-after epochs without a better one
     INTERRUPTED = "interrupted"
     FAILED = "failed"
     DIVERGED = "diverged"
@@ -26,7 +27,7 @@ class Status(StrEnum):
     @property
     def good(self) -> bool:
         """The run finished."""
-        return self in (Status.DONE, Status.TARGET_REACHED)
+        return self in (Status.DONE, Status.TARGET_REACHED, Status.STOPPED_EARLY)
 
     @property
     def final(self) -> bool:

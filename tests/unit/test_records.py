@@ -415,8 +415,8 @@ def test_an_invalid_result_is_replaced_when_a_worker_died(record: Record, conten
 
 
 def test_statuses_that_finish_and_those_that_would_repeat() -> None:
-    assert [status for status in Status if status.good] == ["done", "target reached"]
-    assert [status for status in Status if status.final] == ["done", "target reached", "diverged"]
+    assert [status for status in Status if status.good] == ["done", "target reached", "stopped early"]
+    assert [status for status in Status if status.final] == ["done", "target reached", "stopped early", "diverged"]
 
 
 @pytest.mark.parametrize("value", ["", "Done", "<b>", None, 3, [], {}])

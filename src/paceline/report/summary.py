@@ -10,6 +10,10 @@ from paceline.records import unit_of
 from paceline.status import Status
 
 _RANKED = ("accuracy", "loss", "samples_per_s")
+_ENDS = {
+    Status.TARGET_REACHED: ", and reached its target.",
+    Status.STOPPED_EARLY: ", and stopped early, because it no longer improved.",
+}
 _UNFINISHED = (Status.DIVERGED, Status.FAILED, Status.INTERRUPTED, Status.CUT_SHORT)
 
 
@@ -90,7 +94,7 @@ def _train(source: Mapping[str, Any]) -> str:
     said = f"{source['name']} "
     if status.good:
         said += f"trained {what}{place}{_outcome(source)}"
-        said += ", and reached its target." if status == Status.TARGET_REACHED else "."
+        said += _ENDS.get(status, ".")
     elif status == Status.RUNNING:
         said += f"is training {what}{place}: {_progress(source)}."
     elif status in (Status.FAILED, Status.DIVERGED, Status.INTERRUPTED):

@@ -34,6 +34,7 @@ from paceline.training.dataset import count_samples, load_data
 from paceline.training.forward import Forward
 from paceline.training.gradients import Sam
 from paceline.training.grouping import Grouping, choose_grouping, measures_noise
+from paceline.training.hooks import Hooks
 from paceline.training.local import first_local_step
 from paceline.training.own import OWN, describe_own, make_rates, make_task_optimizer
 from paceline.training.precision import choose_precision
@@ -80,6 +81,8 @@ class Run:
     """The task's own step function."""
     notes: tuple[str, ...] = ()
     """What to tell the user before the first step."""
+    hooks: tuple[Hooks, ...] = ()
+    """The task's own, and the tracker's on rank 0."""
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -143,7 +146,7 @@ def build(task: Task, config: Config, world: World, initial: Initial | None = No
     precision, notes = choose_precision(config, world)
     with deterministic(config.reduce == "exact"):
         run = _build(task, replace(config, precision=precision), world, initial)
-    return replace(run, notes=(*notes, *run.notes))
+    return replace(run, notes=(*notes, *run.notes), hooks=cast(tuple[Hooks, ...], task.hooks))
 
 
 def _build(task: Task, config: Config, world: World, initial: Initial | None) -> Run:

@@ -164,7 +164,7 @@ def _read_finished(record: Path, place: Place, options: Mapping[str, Any]) -> Re
         return None
     if found.status == Status.DIVERGED:
         raise UsageError(f"--resume: {record} diverged and would diverge again: start a new run with other options")
-    if found.status not in (Status.DONE, Status.TARGET_REACHED):
+    if not Status(found.status).good:
         return None
     checkpoint = newest_checkpoint(record)
     if _is_extended(record, found, options):
@@ -202,6 +202,10 @@ def _is_extended(record: Path, found: Result, options: Mapping[str, Any]) -> boo
     if asked and total < found.steps:
         trained = f"{plural(found.epochs, 'epoch')}, {plural(found.steps, 'step')}"
         raise UsageError(f"{asked}: {record} has already trained {trained}: give more to extend it, or start a new run")
+    if found.status == Status.STOPPED_EARLY:
+        if asked and not _waits_longer(old, new):
+            raise UsageError(f"{asked}: {record} stopped early: {_how_to_extend(record, found)}")
+        return _waits_longer(old, new) and total > found.steps
     if found.status != Status.TARGET_REACHED:
         return bool(asked) and total > found.steps
     accuracy = found.metrics.get("accuracy", 0.0)
@@ -211,10 +215,18 @@ def _is_extended(record: Path, found: Result, options: Mapping[str, Any]) -> boo
     return new != old and aims_higher and total > found.steps
 
 
+def _waits_longer(old: Config, new: Config) -> bool:
+    """Whether a run that stopped early would continue with the new options."""
+    other = (new.monitor, new.mode) != (old.monitor, old.mode)
+    return not new.stop_after or new.stop_after > old.stop_after or other
+
+
 def _how_to_extend(record: Path, found: Result) -> str:
     options = _lengths(record, {})
     if found.status == Status.TARGET_REACHED:
         return f"to extend it, give a higher --target-accuracy than {found.metrics.get('accuracy', 0.0):.4f}, or 0 for none"
+    if found.status == Status.STOPPED_EARLY:
+        return f"to extend it, give --stop-after above {options.stop_after}, or 0 to train to the end"
     by_steps = options.max_steps and found.steps >= options.max_steps
     limit = f"--max-steps above {options.max_steps}" if by_steps else f"--epochs above {options.epochs}"
     return f"to extend it, give {limit}"
@@ -222,7 +234,7 @@ def _how_to_extend(record: Path, found: Result) -> str:
 
 def _lengths(record: Path, options: Mapping[str, Any]) -> Config:
     """The options that decide when a run ends, from the record's config.toml unless they are given."""
-    names = {*names_with(Role.LENGTH), "target_accuracy", "patience"}
+    names = names_with(Role.LENGTH, Role.STOP)
     contract = _read_about(record).get("contract")
     recorded: dict[str, Any] = {"epochs": contract["epochs"]} if isinstance(contract, dict) and "epochs" in contract else {}
     with suppress(UsageError):

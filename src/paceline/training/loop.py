@@ -2,9 +2,8 @@
 longer finite."""
 
 import hashlib
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -13,35 +12,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.core.carrier import PAYLOAD, REQUESTS
 from paceline.core.determinism import deterministic
-from paceline.core.noise import adascale_gain, noise_scale
 from paceline.core.parts import Step
 from paceline.dist.agree import check_agreement
 from paceline.dist.messages import is_lost_contact, read_first
 from paceline.dist.watch import Watch
-from paceline.errors import Diverged, PacelineError, RecordError, Stopped, refuse_exit
+from paceline.errors import Diverged, PacelineError, Stopped, refuse_exit
 from paceline.explanation import explain, note_record
 from paceline.output import stages
 from paceline.status import Status
+from paceline.training.best import BestEpoch
 from paceline.training.build import Run
 from paceline.training.capture.captured import CapturedStep, capture
 from paceline.training.checkpoint.keeper import Keeper, Progress
+from paceline.training.divergence import check_validation_loss
 from paceline.training.local import LocalSteps, with_local_steps
 from paceline.training.meter import EpochMeans, Meter
+from paceline.training.monitor import wants_best
 from paceline.training.observers import Observer, Result
 from paceline.training.step import Executor, TrainStep
 from paceline.training.task_checks import TaskChecks
 from paceline.training.task_step import TaskStep
+from paceline.training.telling import Teller
 from paceline.training.timing.clock import Clock
 from paceline.training.timing.health import Health
 from paceline.training.timing.profile import Profile
 from paceline.training.validation import Averaged, Validation
-
-EXPLODED, HOPELESS = 1e4, 1e8
-"""Multiples of the first step's loss, or of 1 if that is more. A finite loss can be a divergence too: if both the last step's
-loss and the validation loss exploded, or the validation loss is hopeless. Early in a run with batch norm, a validation loss of
-1e4 alone only shows that the running statistics have not settled."""
 
 
 def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, watch: Watch | None = None) -> Result:
@@ -58,9 +54,11 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
         contract = replace(run.contract, resumed_at=resumed_at, extended=keeper.extended, branched=keeper.branched)
         for observer in observers:
             observer.start(contract)
+        teller: Teller | None = None
         try:
             with refuse_exit():
-                _Fit(run, observers, progress, keeper, watch).train()
+                teller = Teller(run, observers, progress)
+                _Fit(run, teller, progress, keeper, watch).train()
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | Stopped)
             status = Status.DIVERGED if isinstance(error, Diverged) else Status.INTERRUPTED if stopped else Status.FAILED
@@ -70,12 +68,16 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
                 with suppress(PacelineError):  # a full disk must not hide what happened
                     observer.end(result, None)
                     note_record(error, run.contract.record)
+            if teller is not None:
+                teller.end(result, failed=True)
             if isinstance(error, Stopped | Diverged):  # on all workers at once; the first to exit ends the others
                 with suppress(RuntimeError):
                     run.world.barrier()  # so wait until rank 0 has closed its record
             raise
     for observer in observers:
         observer.end(progress.result, run.model)
+    with refuse_exit():
+        teller.end(progress.result, failed=False)
     return progress.result
 
 
@@ -112,18 +114,16 @@ def model_sha256(model: nn.Module) -> str:
 class _Fit:
     """One run of the loop: what its methods share."""
 
-    def __init__(
-        self, run: Run, observers: Sequence[Observer], progress: Progress, keeper: Keeper, watch: Watch | None
-    ) -> None:
-        self.run, self.observers, self.progress, self.keeper, self.watch = run, observers, progress, keeper, watch
+    def __init__(self, run: Run, teller: Teller, progress: Progress, keeper: Keeper, watch: Watch | None) -> None:
+        self.run, self.teller, self.progress, self.keeper, self.watch = run, teller, progress, keeper, watch
         self.save_requested = self.stop_requested = self.check_due = False
-        self.noise_scale: float | None = None
         self.clock = make_clock(run)
-        self.step = make_step(run, self.clock, watch, self._say, progress.step)
+        self.step = make_step(run, self.clock, watch, teller.say, progress.step)
+        teller.hooks.mark = self.step.mark
         self.health = Health(run, self.clock)
         self.profile: Profile | None = None
+        self.best: BestEpoch | None = None
         self._ahead: tuple[int, list[Step]] = (-1, [])
-        self._corners = run.update.schedule.corners()
 
     def train(self) -> None:
         """All epochs that are left."""
@@ -131,33 +131,42 @@ class _Fit:
         if self.watch:
             self.watch.mark(progress.step, "loading")  # a request to stop need not wait for a step now
         for note in run.notes:
-            self._say(note)
+            self.teller.say(note)
         # Only this frame refers to the graphs: NCCL does not end while a graph lives that holds some of its work.
         if run.world.device.type == "cuda" and run.config.fast != "off":
             stages.enter("capturing the step as a CUDA graph")
-        captured = capture(run, self.step, progress.step, self._say)
-        executor = with_local_steps(self.step, captured, run.local_from, run.config.local_steps, self._say)
+        captured = capture(run, self.step, progress.step, self.teller.say)
+        executor = with_local_steps(self.step, captured, run.local_from, run.config.local_steps, self.teller.say)
         validation = Validation(run, self.step, captured) if run.validation_sets else None
         if validation is not None:
             validation.check()
         averaged = Averaged(run, self.step) if run.update.ema is not None else None
+        if validation is not None and wants_best(run.config):
+            self.best = BestEpoch(run, progress.result.best, self.keeper.resumes)
         if run.config.profile:
             self.profile = Profile(run, self.clock, progress.step, isinstance(captured, CapturedStep))
         if self.watch:
             self.watch.mark(progress.step, "data")
         stages.stop()
+        self.teller.start()
         for epoch in range(progress.epoch, run.config.epochs):
             self._train_epoch(epoch, executor)
-            if self._validate(epoch, validation, averaged):
+            if self._end_epoch(epoch, validation, averaged):
                 break  # with the averaged weights in place, if there are any
-        status = Status.TARGET_REACHED if progress.hits >= run.config.patience else Status.DONE
-        progress.result = replace(progress.result, status=status, model_sha256=model_sha256(run.model))
+        progress.result = replace(progress.result, status=self._status(), model_sha256=model_sha256(run.model))
+
+    def _status(self) -> Status:
+        """How the run ends, or would if this were its last epoch."""
+        progress = self.progress
+        if progress.hits >= self.run.config.patience:
+            return Status.TARGET_REACHED
+        return Status.STOPPED_EARLY if self.best is not None and self.best.is_stale(progress.epoch) else Status.DONE
 
     def _train_epoch(self, epoch: int, executor: Executor) -> None:
         """Train on each sample once, or up to the run's last step. A resumed run starts where it was in the epoch."""
         run, progress = self.run, self.progress
         bounds, first = run.sampler.step_bounds, epoch * run.sampler.steps
-        begin, meter = time.perf_counter() - progress.epoch_time_s, Meter(run.world)
+        begin, meter = time.perf_counter() - progress.epoch_time_s, Meter(run.world, waits=self.teller.hooks.waits)
         end = first + self._steps_in(epoch)
         steps = self._steps(epoch, progress.step - first)
         passes = [(step.number, item) for step in steps for item in step.passes]
@@ -169,7 +178,7 @@ class _Fit:
             if self.profile is not None:
                 self.profile.before(step.number)
             values = executor(step, inputs, self._requests())
-            self._tell(meter.push(step.number, values), epoch, begin, end)
+            self._tell_steps(meter.push(step.number, values), epoch, begin, end)
             progress.step += 1
             self.save_requested |= self.keeper.due(progress.step)
             self.check_due |= self._checks_after(progress.step)
@@ -178,21 +187,21 @@ class _Fit:
             if self.check_due:
                 self._check(epoch, int(bounds[progress.step - first]), begin)
             if self.save_requested or self.stop_requested:
-                self._tell(meter.flush(), epoch, begin, end)
+                self._tell_steps(meter.flush(), epoch, begin, end)
                 progress.epoch_time_s = time.perf_counter() - begin
                 self._save_or_stop()
         self.clock.end()
         if self._steps_in(epoch + 1) > 0:
             self._ahead = epoch + 1, self._steps(epoch + 1, 0)  # while a GPU still works on the last steps
-        self._tell(meter.flush(), epoch, begin, end)
+        self._tell_steps(meter.flush(), epoch, begin, end)
         self.step.mark("reduce")
         run.world.barrier()
         progress.epoch_time_s = time.perf_counter() - begin
         self._look(epoch, int(bounds[progress.step - first]), begin)
 
-    def _validate(self, epoch: int, validation: Validation | None, averaged: Averaged | None) -> bool:
-        """Validate after an epoch, if the task has data for it, and tell the observers. Whether the run is over."""
-        run, progress, config = self.run, self.progress, self.run.config
+    def _end_epoch(self, epoch: int, validation: Validation | None, averaged: Averaged | None) -> bool:
+        """Validate after an epoch, if the task has data for it, and tell what came out. Whether the run is over."""
+        run, progress = self.run, self.progress
         before, trained = replace(progress), progress.means.read()
         self.step.checks.end_epoch()
         samples = int(run.sampler.step_bounds[progress.step - epoch * run.sampler.steps])
@@ -202,21 +211,8 @@ class _Fit:
         check_agreement({**run.model.state_dict(), **run.kept()}, run.world, f"after epoch {epoch + 1}")
         if averaged is not None:
             averaged.put_in(epoch)
-        metrics = {} if validation is None else validation(epoch, partial(self._tell_validating, epoch))
-        if validation is not None:
-            self._check_finite(metrics["loss"], progress.step - 1, epoch, "validation loss", self._most_loss())
-        row = {
-            "epoch": epoch + 1,
-            "step": progress.step,
-            "time_s": progress.train_time_s,
-            "epoch_time_s": progress.epoch_time_s,
-            "samples_per_s": samples_per_s,
-            **{f"train_{name}": value for name, value in trained.items()},
-            **{f"val_{name}": value for name, value in metrics.items()},
-            **({"noise_scale": self.noise_scale} if self.noise_scale is not None else {}),
-        }
-        for observer in self.observers:
-            observer.epoch(row)
+        metrics = self._validate(epoch, validation)
+        self.teller.epoch(epoch, samples_per_s, trained, metrics)
         progress.result = replace(
             progress.result,
             epochs=epoch + 1,
@@ -226,30 +222,40 @@ class _Fit:
             metrics=metrics,
         )
         progress.epoch, progress.epoch_time_s, progress.means = epoch + 1, 0.0, EpochMeans()
-        hit = config.target_accuracy and metrics["accuracy"] >= config.target_accuracy
-        progress.hits = progress.hits + 1 if hit else 0
-        over = progress.hits >= config.patience or progress.step >= run.update.schedule.total_steps
+        over = self._status() != Status.DONE or progress.step >= run.update.schedule.total_steps
         if averaged is not None and not over:
             averaged.take_out()
-        if over:
-            self._save_last(before, averaged)
-        elif validation is not None:
-            run.update.rates.observe(metrics)  # not at the end: an extended run repeats the last validation
+        with averaged.aside() if averaged is not None and over else nullcontext():
+            if over:
+                self._save_last(before)
+            elif validation is not None:
+                run.update.rates.observe(metrics)  # not at the end: an extended run repeats the last validation
+            self.teller.epoch_hooks(epoch)
         return over
 
-    def _tell_validating(self, epoch: int, done: int, total: int) -> None:
-        for observer in self.observers:
-            observer.validating(epoch + 1, done, total)
+    def _validate(self, epoch: int, validation: Validation | None) -> dict[str, float]:
+        """The metrics of a validation; empty if the task has no data for it."""
+        if validation is None:
+            return {}
+        progress, config = self.progress, self.run.config
+        metrics = validation(epoch, partial(self.teller.validating, epoch))
+        check_validation_loss(self.run, progress, metrics["loss"], epoch)
+        if self.best is not None:
+            progress.result = replace(progress.result, best=self.best.update(metrics, epoch + 1, progress.step))
+        hit = config.target_accuracy and metrics["accuracy"] >= config.target_accuracy
+        progress.hits = progress.hits + 1 if hit else 0
+        self.teller.validated(epoch, metrics)
+        return metrics
 
-    def _save_last(self, before: Progress, averaged: Averaged | None) -> None:
+    def _save_last(self, before: Progress) -> None:
         """Write the checkpoint from which the finished run can be extended. Collective: call on every rank.
 
         Like all others it is from before the validation, which an extended run repeats: `--max-steps` may have ended the run
         within an epoch, and a longer run validates only at the end of that epoch.
         """
-        with averaged.aside() if averaged is not None else nullcontext():
-            self.step.mark("reduce")  # all workers' statistics are gathered
-            self.keeper.save_last(before)
+        self.step.mark("reduce")  # all workers' statistics are gathered
+        if self.keeper.save_last(before):
+            self._tell_checkpoint()
 
     def _checks_after(self, step: int) -> bool:
         """Whether workers compare their weights after this many steps."""
@@ -271,19 +277,11 @@ class _Fit:
         health = self.health.look(timed, samples)
         timeline = self.profile.after(progress.step, timed) if self.profile is not None else None
         if health is not None:
-            for observer in self.observers:
-                observer.health({**about, **health})
+            self.teller.health({**about, **health})
         if timeline is not None:
-            self._show(timeline)
+            self.teller.timeline(timeline)
         if health is not None:
             self.health.start(samples)  # the next interval does not include this look
-
-    def _show(self, timeline: Mapping[str, Any]) -> None:
-        try:
-            for observer in self.observers:  # the recorder is first, so nobody mentions a file that could not be written
-                observer.timeline(timeline)
-        except RecordError as error:
-            self._say(f"the timeline is left out: {error}")
 
     def _steps_in(self, epoch: int) -> int:
         """Steps of an epoch that belong to the run; 0 or less after its last epoch."""
@@ -299,42 +297,18 @@ class _Fit:
         """To write a checkpoint; to stop."""
         return self.keeper.requests(), bool(self.watch and self.watch.stop)
 
-    def _tell(self, arrived: Iterable[tuple[int, list[float]]], epoch: int, begin: float, end: int) -> None:
-        """Pass on the steps whose numbers have arrived. A loss that is not finite ends the run here, on all workers at once."""
-        run, progress = self.run, self.progress
-        for step, values in arrived:
-            metrics, weight = run.forward.read(step, values)
-            save, stop = values[PAYLOAD - REQUESTS : PAYLOAD]
-            self.save_requested |= save > 0
-            self.stop_requested |= stop > 0
-            self._check_finite(metrics["loss"], step, epoch)
-            first, bounds = step - epoch * run.sampler.steps, run.sampler.step_bounds
-            progress.means.add(metrics, int(bounds[first + 1] - bounds[first]) * weight)
-            progress.last_loss = metrics["loss"]
-            if progress.first_loss is None:
-                progress.first_loss = metrics["loss"]
-            progress.result = replace(progress.result, steps=step + 1)
-            noise = dict(zip(_NOISE, values[PAYLOAD:], strict=False))
-            row = progress.rows.add(metrics | noise, run.config.log_every, step + 1 == end or step in self._corners)
-            if row is not None:
-                row, lr = self._explain(row, run.update.lr(step))
-                self.noise_scale = row.get("noise_scale")
-                about = {"step": step + 1, "epoch": epoch + 1, "lr": lr}
-                time_s = progress.train_time_s + time.perf_counter() - begin
-                for observer in self.observers:
-                    observer.step({**about, "time_s": time_s, **row})
+    def _tell_steps(self, arrived: Iterable[tuple[int, list[float]]], epoch: int, begin: float, end: int) -> None:
+        """Pass on the steps whose numbers have arrived, and note the requests that they carry."""
+        save, stop = self.teller.steps(arrived, epoch, begin, end)
+        self.save_requested |= save
+        self.stop_requested |= stop
 
-    def _explain(self, row: Mapping[str, float], lr: float) -> tuple[dict[str, float], float]:
-        """A row of means with the noise scale where it is measured, and the learning rate with AdaScale's gain."""
-        found = {name: value for name, value in row.items() if name not in _NOISE}
-        if self.run.parts.engine.noise is None:
-            return found, lr
-        variance, square = (row[name] for name in _NOISE)
-        found["noise_scale"] = noise_scale(variance, square)
-        if self.run.config.lr_rule == "adascale":
-            state = torch.tensor((variance, square), dtype=torch.float64)
-            found["gain"] = float(adascale_gain(state, self.run.sampler.global_batch, self.run.config.reference_batch))
-        return found, lr * found.get("gain", 1.0)
+    def _tell_checkpoint(self) -> None:
+        """Wait for the checkpoint and call on_checkpoint, if there is such a hook. Collective: call on every rank."""
+        if self.teller.hooks.has("on_checkpoint"):
+            written = self.run.world.broadcast(self.keeper.wait() if self.run.world.is_main else None)
+            if written:
+                self.teller.checkpoint(self.progress.epoch)
 
     def _save_or_stop(self) -> None:
         """Write the checkpoint that is due or requested; end the run if that was requested. Collective: call on every rank."""
@@ -342,6 +316,7 @@ class _Fit:
         if saved:
             self.step.mark("reduce")  # all workers' statistics are gathered
             self.keeper.save(self.progress)
+            self._tell_checkpoint()
         self.step.mark("checkpoint")
         self.save_requested = False
         if self.stop_requested:
@@ -352,30 +327,3 @@ class _Fit:
                 "a checkpoint was written; the same command with --resume continues" if saved else "no checkpoint was written"
             )
             raise Stopped(f"stopped by {why} after step {step}; {written}", why)
-
-    def _most_loss(self) -> float:
-        """Validation losses above this count as divergence."""
-        usual, last = max(1.0, abs(self.progress.first_loss or 0.0)), self.progress.last_loss or 0.0
-        return usual * (EXPLODED if last > EXPLODED * usual else HOPELESS)
-
-    def _check_finite(self, loss: float, step: int, epoch: int, what: str = "loss", limit: float = math.inf) -> None:
-        if math.isfinite(loss) and loss <= limit:
-            return
-        run, first = self.run, self.progress.first_loss
-        grown = f" (in the first step: {first:.4g})" if math.isfinite(loss) else ""
-        if step == 0 and math.isnan(loss):  # no update has happened yet
-            raise Diverged("diverged: the loss is nan in the first step, before any update: look for nan or inf in the data")
-        slower = "--schedule cosine --warmup-epochs 1" if run.config.schedule == "one-cycle" else "a longer --warmup-epochs"
-        lower = "lr in the task's optimizer" if run.update.is_own else "--base-lr"
-        raise Diverged(
-            f"diverged: the {what} is {loss:.4g}{grown} at step {step + 1} (epoch {epoch + 1}),"
-            f" lr {run.update.lr(step):.4g}, global batch {run.sampler.global_batch};"
-            f" try a lower {lower}, {slower}, or --clip-norm 1"
-        )
-
-    def _say(self, text: str) -> None:
-        for observer in self.observers:
-            observer.say(text)
-
-
-_NOISE = ("gradient_variance", "gradient_square")

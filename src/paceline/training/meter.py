@@ -35,8 +35,9 @@ class Meter:
     Every worker reads the same numbers at the same step, so decisions made from them need no further agreement.
     """
 
-    def __init__(self, world: World) -> None:
-        self._lag = 4 if world.device.type == "cuda" else 0
+    def __init__(self, world: World, waits: bool = False) -> None:
+        """With `waits`, metrics are read at once, and the host waits for the GPU."""
+        self._lag = 4 if world.device.type == "cuda" and not waits else 0
         self._waiting: deque[tuple[int, Tensor, Any]] = deque()
 
     def push(self, step: int, means: Tensor) -> Iterator[tuple[int, list[float]]]:

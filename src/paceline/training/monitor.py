@@ -3,10 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.config import Config
 from paceline.errors import unknown
 
+BEST_FILE = "best.safetensors"
+"""The weights of the best epoch, in a record (`--save-best`)."""
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "nll")
 
 
@@ -37,3 +40,14 @@ def make_monitor(config: Config) -> Monitor:
     last = metric.rpartition("/")[2].lower()
     smaller = any(word in last for word in _SMALLER_IS_BETTER)
     return Monitor(metric, config.mode if config.mode != "auto" else "min" if smaller else "max")
+
+
+def wants_best(config: Config) -> bool:
+    """Whether a run keeps track of its best epoch."""
+    return bool(config.monitor or config.save_best or config.stop_after)
+
+
+def describe_best(best: Mapping[str, Any]) -> str:
+    """`best: accuracy 0.9132 after epoch 7, in best.safetensors`."""
+    where = f", in {best['file']}" if best.get("file") else ""
+    return f"best: {best['metric']} {best['value']:.4f} after epoch {best['epoch']}{where}"

@@ -8,21 +8,24 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torch import nn
 
-from paceline.config import Config, make_config
+from paceline.config import Config, make_config, names_with
 from paceline.contract import Contract
-from paceline.errors import PacelineError, RecordError, UsageError
+from paceline.errors import RecordError, UsageError
 from paceline.explanation import explain
 from paceline.files import read_json
+from paceline.options import Role
 from paceline.output import plural, try_say, warn
 from paceline.records import Record, environment
 from paceline.status import Status
 from paceline.toml import read_toml, to_toml
+from paceline.training.monitor import describe_best
 from paceline.training.timing.health import describe, judge
 from paceline.training.timing.profile import describe_timeline
+from paceline.training.weights import write_weights
 
 Row = Mapping[str, Any]
 
@@ -32,7 +35,7 @@ class Result:
     """How a run ended."""
 
     status: str
-    """A `Status`: done, target reached, diverged, interrupted or failed."""
+    """A `Status`: done, target reached, stopped early, diverged, interrupted or failed."""
     why: str = ""
     """One line; "" if the run is done."""
     where: str = ""
@@ -46,6 +49,8 @@ class Result:
     """Of the last epoch, over all workers."""
     metrics: Mapping[str, float]
     """Of the last validation; empty for a task without validation data."""
+    best: Mapping[str, Any] = field(default_factory=dict)
+    """The best epoch, if a run keeps track of it (`--monitor`, `--save-best`, `--stop-after`): epoch, step, metric, value."""
     model_sha256: str = ""
     record: str = ""
 
@@ -77,9 +82,10 @@ class Result:
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> "Result":
         """A result from JSON. Fields that are missing or of another type get their defaults; unknown fields are ignored."""
-        kinds = {"metrics": dict, "epochs": int, "steps": int, "train_time_s": int | float, "samples_per_s": int | float}
+        kinds: dict[str, Any] = {"metrics": dict, "best": dict, "epochs": int, "steps": int}
+        kinds |= {"train_time_s": int | float, "samples_per_s": int | float}
         known = [each.name for each in fields(cls)]
-        kept = {name: found[name] for name in known if isinstance(found.get(name), cast(Any, kinds.get(name, str)))}
+        kept = {name: found[name] for name in known if isinstance(found.get(name), kinds.get(name, str))}
         return cls(**{"status": Status.FAILED, "metrics": {}, **kept})
 
 
@@ -129,10 +135,8 @@ class Observer(Protocol):
         """Once, however the run ended; with the model if it is worth keeping."""
 
 
-_LASTING = ("epochs", "max_steps", "target_accuracy", "patience")
-"""Options that decide when a run ends. They can change when the run is resumed."""
 _FOLLOWS = ("epochs", "total_steps", "warmup")
-"""Fields of a contract that follow from them."""
+"""Fields of a contract that follow from the length of a run."""
 
 
 class Recorder:
@@ -182,7 +186,7 @@ class Recorder:
         """How long the record's config.toml says that the run trains; empty if it cannot be read."""
         with suppress(UsageError):
             recorded = make_config(read_toml(self._record.path / "config.toml", "config.toml"))
-            return {name: getattr(recorded, name) for name in _LASTING}
+            return {name: getattr(recorded, name) for name in sorted(names_with(Role.LENGTH, Role.STOP))}
         return {}
 
     def _rewrite(self, lasting: Mapping[str, Any], contract: Contract) -> None:
@@ -226,29 +230,13 @@ class Recorder:
     def end(self, result: Result, model: nn.Module | None) -> None:
         try:
             if model is not None:
-                self._save(model)
+                write_weights(self._record.path / "model.safetensors", model)
         except BaseException as error:
             about = explain(error)
             result = replace(result, status=Status.FAILED, why=about.why, where=about.where, traceback=about.traceback)
             raise
         finally:
             self._record.finish(asdict(result))
-
-    def _save(self, model: nn.Module) -> None:
-        from safetensors.torch import save_file, save_model
-
-        target = self._record.path / "model.safetensors"
-        try:
-            with self._record.replacing(target.name) as path:
-                try:
-                    save_model(model, str(path))
-                except RuntimeError:  # views that share memory which none of them covers: save a copy of each
-                    save_file({name: t.clone().contiguous() for name, t in model.state_dict().items()}, str(path))
-        except PacelineError:
-            raise
-        except Exception as error:  # a full disk is a SafetensorError, not an OSError; unsupported kinds of tensors; ...
-            why = " ".join(str(error).split()) or type(error).__name__
-            raise RecordError(f"cannot write {target}: {why}; free some space or choose another --runs-dir") from error
 
 
 def left_words(seconds: float) -> str:
@@ -363,7 +351,7 @@ class Printer:
             self._line(line)
 
     def end(self, result: Result, model: nn.Module | None) -> None:
-        if result.status not in (Status.DONE, Status.TARGET_REACHED):
+        if not Status(result.status).good:
             self._line(f"{result.status} after {plural(result.steps, 'step')}; the record so far is in {result.record}")
             return
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
@@ -371,6 +359,8 @@ class Printer:
         whole = result.steps == result.epochs * self._per_epoch
         length = plural(result.epochs, "epoch") if whole else plural(result.steps, "step")
         self._line(f"{result.status}{reached} after {length}, {result.train_time_s:.1f} s of training")
+        if result.best:
+            self._line(describe_best(result.best))
         agree = f", all {self._workers} workers agree" if self._workers > 1 else ""
         self._line(f"model {result.model_sha256[:16]}{agree}; record in {result.record}")
 

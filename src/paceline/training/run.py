@@ -35,7 +35,7 @@ from paceline.training.earlier import Earlier, find_earlier, other_task, task_na
 from paceline.training.loop import fit
 from paceline.training.observers import Observer, Printer, Recorder, Result
 from paceline.training.task import Task
-from paceline.training.tracker import TensorBoard, check_tensorboard
+from paceline.training.tracker import Tracker, check_tracker
 
 _BEST = "best.safetensors"
 _AFTER_WATCH_S = 10.0
@@ -102,8 +102,7 @@ def _train(task: str | Task, config: Config | None, options: dict[str, Any]) -> 
             check_unchanged(earlier.options, config)
         else:
             check_branch(earlier.options, config)
-        if config.tracker == "tensorboard":
-            check_tensorboard()
+        check_tracker(config.tracker)
         with build(made, config, here, earlier.initial()) as run, Watch(here.rank, config.timeout_s, config.grace_s) as watch:
             earlier.check_initial(config, run.initial)
             run, observers, keeper = _open_record(run, made, task_name(task), earlier)
@@ -140,6 +139,7 @@ def _open_record(run: Run, task: Task, task_name: str, earlier: Earlier) -> tupl
         path = Path(here.broadcast(None))
         if here.local_rank == 0:
             send_record_path(path)  # the launcher of each node may have to restart from it
+        run = replace(run, contract=replace(run.contract, record=str(path)))  # hooks may want to know it
         return run, [], Keeper(run, resumes=bool(earlier.record), branches=bool(earlier.branch))
     name = config.name or f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     lost = bool(earlier.record) and not (Path(earlier.record) / "metrics.jsonl").exists()
@@ -160,6 +160,9 @@ def _open_record(run: Run, task: Task, task_name: str, earlier: Earlier) -> tupl
             with suppress(PacelineError):  # the writer of checkpoints calls this, possibly because the disk is full
                 observer.say(text)
 
+    if config.tracker != "none":
+        tracker = Tracker(config, run.contract, record.path, bool(earlier.record), say_to_all)
+        run = replace(run, hooks=(*run.hooks, tracker.hooks()))
     return run, observers, Keeper(run, record.path / FOLDER, say_to_all, bool(earlier.record), bool(earlier.branch))
 
 
@@ -231,12 +234,4 @@ def _make_observers(config: Config, task: Task, task_name: str, record: Record, 
     terminal = is_terminal(sys.stdout) and here.launcher not in ("srun", "mpirun")
     recorder = Recorder(record, config, task_name)
     printer = Printer(task.unit, terminal, recorder.note, course=os.environ.get("PACELINE_EPOCH_LINE") == "course")
-    observers: list[Observer] = [recorder, printer]
-
-    def tracker_failed(text: str) -> None:
-        recorder.note(text)
-        printer.say(text)  # the tracker may fail after the record is finished
-
-    if config.tracker == "tensorboard":
-        observers.append(TensorBoard(str(record.path), tracker_failed))
-    return observers
+    return [recorder, printer]

@@ -1,6 +1,6 @@
 """A task: the model, the data and the objective. Everything else about a run is configuration."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
@@ -15,6 +15,7 @@ from paceline.data.conversion import name_type
 from paceline.data.loaders import Batch, Prepare
 from paceline.errors import SampleError, UsageError
 from paceline.training import task_fields
+from paceline.training.hooks import Hooks, check_hooks
 from paceline.training.task_fields import Source
 
 Objective = Callable[[nn.Module, Batch], dict[str, Tensor]]
@@ -82,6 +83,8 @@ class Task:
     """One training step of the task's own, for several optimizers or reductions: a function of (step, model, optimizers). It
     calls `step.backward(function)` or iterates over the step once per reduction, steps the optimizers and returns the metrics.
     The objective then serves validation alone. None: one reduction of the objective's loss, one optimizer step."""
+    hooks: Hooks | Sequence[Hooks] = ()
+    """Functions that the run calls while it trains: after steps, validations, epochs and checkpoints, and at its end."""
 
     def __new__(cls, **given: Any) -> Self:
         """Raise a UsageError for a field that does not exist, with the nearest one."""
@@ -104,6 +107,7 @@ class Task:
         task_fields.check_schedule(self.name, self.schedule)
         task_fields.check_step(self.name, self.step)
         task_fields.check_predict(self.name, self.predict)
+        object.__setattr__(self, "hooks", check_hooks(self.name, self.hooks))
         object.__setattr__(self, "defaults", task_fields.check_defaults(self.name, self.defaults))
         for own in ("optimizer", "schedule"):
             task_fields.check_one_of(self.name, own, getattr(self, own), self.defaults)

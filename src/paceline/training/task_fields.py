@@ -37,6 +37,7 @@ _MEANT = {
     **dict.fromkeys(("optim", "optimizers", "opt", "configure_optimizers"), "optimizer"),
     **dict.fromkeys(("scheduler", "lr_scheduler", "schedulers", "lr_schedule"), "schedule"),
     **dict.fromkeys(("infer", "inference", "predict_step", "forward"), "predict"),
+    **dict.fromkeys(("callbacks", "callback", "hook", "listeners"), "hooks"),
 }
 """Names that other tools use, and the field that they mean here."""
 LENGTHS = ("steps", "epochs", "steps_per_epoch")

@@ -86,6 +86,13 @@ def configure(task: Task, options: Mapping[str, Any]) -> Config:
             f"--target-accuracy {config.target_accuracy:g}: task {task.name} has no validation data, so no accuracy is"
             " measured; give it validation=..., or leave --target-accuracy out"
         )
+    if task.validation is None:
+        for key in ("monitor", "save_best", "stop_after"):
+            if getattr(config, key):
+                raise UsageError(
+                    f"{flag(key)}: task {task.name} has no validation data, so no epoch is better than another; give it"
+                    f" validation=..., or leave {flag(key)} out"
+                )
     return config
 
 

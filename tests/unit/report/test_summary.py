@@ -45,6 +45,9 @@ def test_a_finished_run() -> None:
 
 def test_a_run_that_reached_its_target_says_so() -> None:
     assert train(status="target reached")["summary"].endswith("7,861 images/s, and reached its target.")
+    assert train(status="stopped early")["summary"].endswith(
+        "7,861 images/s, and stopped early, because it no longer improved."
+    )
 
 
 def test_a_running_run_says_where_it_is_and_what_is_left() -> None:

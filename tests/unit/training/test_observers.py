@@ -4,7 +4,6 @@ import io
 import json
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from paceline.errors import RecordError
 from paceline.records import Record, read_metrics, read_result
 from paceline.toml import read_recipe
 from paceline.training.observers import Printer, Recorder, Result, left_words
-from paceline.training.tracker import TensorBoard
 
 CONTRACT = Contract(
     unit="images",
@@ -286,7 +284,7 @@ def test_overlapping_views_are_saved_as_what_they_show(record):
 
 @pytest.mark.parametrize("why", ["SafetensorError: No space left on device (os error 28)", "LookupError: no such dtype"])
 def test_a_model_that_cannot_be_written_is_one_line_and_no_success(record, monkeypatch, why):
-    def full(*_):
+    def full(*_, **__):
         kind, _, text = why.partition(": ")
         raise {"SafetensorError": SafetensorError, "LookupError": LookupError}[kind](f"Error while serializing:\n{text}")
 
@@ -318,7 +316,8 @@ def test_an_extended_run_rewrites_how_long_it_trains_and_keeps_what_it_said(reco
     assert (contract["epochs"], contract["total_steps"]) == (3, 99)
     assert contract["workers"] == CONTRACT.workers, "the rest is as the run began"
     (row,) = [row for row in read_metrics(record.path) if row["kind"] == "resume"]
-    assert row["was"] == {"epochs": 2, "max_steps": 0, "target_accuracy": 0.0, "patience": 1}
+    lengths = {"epochs": 2, "max_steps": 0, "target_accuracy": 0.0, "patience": 1}
+    assert row["was"] == {**lengths, "monitor": "", "mode": "auto", "stop_after": 0, "save_best": False}
     assert row["contract"]["extended"] == "from 4 steps to 99"
 
 
@@ -408,49 +407,3 @@ def test_letters_that_a_stream_does_not_have_end_no_run(monkeypatch):
     monkeypatch.setattr(sys, "stdout", stream)
     Printer("images", False, pytest.fail).say("größer")
     assert stream.buffer.getvalue() == b"note: gr\\xf6\\xdfer\n"
-
-
-def test_tensorboard_is_one_run(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    threads = threading.active_count()
-    board = TensorBoard(str(tmp_path))
-    tell(board)
-    assert threading.active_count() == threads, "the writer is still open"
-    files = list(tmp_path.rglob("*"))
-    assert len(files) == 1
-    assert "tfevents" in files[0].name
-    events = EventAccumulator(str(tmp_path)).Reload()
-    scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert scalars == {
-        "train/loss": [(7, 1.25)],
-        "train/lr": [(7, pytest.approx(0.2))],
-        "validation/loss": [(10, pytest.approx(0.43219))],
-        "validation/accuracy": [(10, pytest.approx(0.87654))],
-        "samples_per_s": [(10, pytest.approx(1234.56))],
-    }
-
-
-def test_a_tracker_without_room_costs_no_run(tmp_path, monkeypatch):
-    notes = []
-    board = TensorBoard(str(tmp_path), notes.append)
-    board.start(CONTRACT)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    board._writer.close()
-    monkeypatch.setattr(board._writer, "add_scalar", full)
-    for _ in range(2):
-        board.step(STEP)
-        board.epoch(EPOCH)
-    board.end(RESULT, None)
-    assert notes == ["the tracker cannot be written and is left out from here on: No space left on device"]
-
-
-def test_a_tracker_that_cannot_begin_costs_no_run(tmp_path):
-    notes = []
-    (tmp_path / "file").touch()
-    tell(TensorBoard(str(tmp_path / "file"), notes.append))
-    assert len(notes) == 1
-    assert "the tracker cannot be written and is left out from here on" in notes[0]

@@ -5,7 +5,7 @@ import { COLUMNS, metricOf, rangeOf, valueOf } from "./columns.js";
 const { commas, isNumber } = window.Paceline;
 const names = new Intl.Collator("en", { numeric: true });
 const BAD = new Set(["failed", "diverged"]);
-const PLACES = ["done", "target reached", "diverged", "failed", "running", "to do"]; // others come before "running"
+const PLACES = ["done", "target reached", "stopped early", "diverged", "failed", "running", "to do"]; // others come before "running"
 
 /**
  * The lines to show, in order. Each has `id`, `summary`, `name`, `level` (1 inside a group), `second` (the text below the name) and,

@@ -138,7 +138,7 @@ class Writer:
             good = self._is_good(other)
             kept += good is True and other <= step
             if good is False or (good and other <= step and kept > self._keep):
-                _path(self._folder, other).unlink(missing_ok=True)
+                path_of(self._folder, other).unlink(missing_ok=True)
                 del self._good[other]
 
     def _is_good(self, step: int) -> bool | None:
@@ -171,11 +171,11 @@ def load_latest(folder: Path, notify: Notify) -> Checkpoint | None:
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoints in {folder}: {reason(error)}") from None
     for place, step in enumerate(steps, start=1):
-        name = _path(folder, step).stem
+        name = path_of(folder, step).stem
         try:
             return _read(folder, step)
         except FileNotFoundError:
-            if _path(folder, step).is_symlink():
+            if path_of(folder, step).is_symlink():
                 raise CheckpointError(
                     f"cannot read checkpoint {name} in {folder}: it links to a file that does not exist; restore the file, or"
                     " remove the link"
@@ -200,8 +200,8 @@ def copy_latest(source: Path, target: Path, notify: Notify) -> bool:
         return False
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with replacing(_path(target, found.step), sync_folder=True) as temporary:
-            shutil.copyfile(_path(source, found.step), temporary)
+        with replacing(path_of(target, found.step), sync_folder=True) as temporary:
+            shutil.copyfile(path_of(source, found.step), temporary)
     except OSError as error:
         raise CheckpointError(f"cannot copy a checkpoint from {source} to {target}: {reason(error)}") from None
     return True
@@ -252,7 +252,7 @@ def _snapshot(step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
 def _write(folder: Path, snapshot: _Snapshot) -> None:
     for event in snapshot.copied:
         event.synchronize()
-    path = _path(folder, snapshot.step)
+    path = path_of(folder, snapshot.step)
     # Large elements first, so that each tensor starts at a multiple of its element size, as readers that map the file need.
     tensors = dict(sorted(snapshot.tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     head = _head(snapshot, tensors)
@@ -288,7 +288,7 @@ def _head(snapshot: _Snapshot, tensors: Mapping[str, Tensor]) -> bytearray:
 def _read(folder: Path, step: int) -> Checkpoint:
     """Read a checkpoint. Raises _Damaged if it does not match its digest; after any other error the file may still be good."""
     try:
-        with _path(folder, step).open("rb") as file:
+        with path_of(folder, step).open("rb") as file:
             return _parse(file, step)
     except (OSError, MemoryError, CheckpointError, _Damaged):
         raise
@@ -338,11 +338,12 @@ def _steps(folder: Path) -> list[int]:
     """The steps that have a file or a link, newest first. A broken link counts: its disk may be unmounted."""
     with os.scandir(folder) as entries:
         found = [_NAME.fullmatch(entry.name) for entry in entries if entry.is_file() or not os.path.exists(entry.path)]
-    steps = [int(name[1]) for name in found if name is not None and _path(folder, int(name[1])).name == name[0]]
+    steps = [int(name[1]) for name in found if name is not None and path_of(folder, int(name[1])).name == name[0]]
     return sorted(steps, reverse=True)
 
 
-def _path(folder: Path, step: int) -> Path:
+def path_of(folder: Path, step: int) -> Path:
+    """The file of a checkpoint."""
     return folder / f"step-{step:09d}.safetensors"
 
 

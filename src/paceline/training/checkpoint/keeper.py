@@ -99,10 +99,15 @@ class Keeper:
         """Whether a checkpoint is due after this many steps. The same on all workers."""
         return bool(self._steps) and step % self._steps == 0
 
-    def save_last(self, progress: Progress) -> None:
-        """Take the checkpoint from which a finished run can be extended. Collective: call on every rank."""
-        if self.on and self._saved_step != progress.step:
+    def save_last(self, progress: Progress) -> bool:
+        """Take the checkpoint from which a finished run can be extended; False if it exists already or is not wanted.
+
+        Collective: call on every rank.
+        """
+        due = self.on and self._saved_step != progress.step
+        if due:
             self.save(progress)
+        return due
 
     def save(self, progress: Progress) -> None:
         """Take a checkpoint; rank 0 writes it in the background. Collective: call on every rank."""
