@@ -12,13 +12,17 @@ if TYPE_CHECKING:
     from paceline.core.parts import Parts as Parts
     from paceline.core.sampler import Sampler as Sampler
     from paceline.core.schedules import Schedule as Schedule
+    from paceline.core.stream import Stream as Stream
     from paceline.data.augment import Images as Images
     from paceline.data.loaders import Arrays as Arrays
+    from paceline.data.tar import tar_stream as tar_stream
     from paceline.dist.world import World as World
     from paceline.dist.world import world as world
     from paceline.errors import PacelineError as PacelineError
     from paceline.training.observers import Result as Result
     from paceline.training.run import train as train
+    from paceline.training.sampling import Weighted as Weighted
+    from paceline.training.sampling import balanced as balanced
     from paceline.training.task import Task as Task
     from paceline.training.task import classify as classify
 
@@ -34,9 +38,13 @@ _MODULES = {
     "Result": "paceline.training.observers",
     "Sampler": "paceline.core.sampler",
     "Schedule": "paceline.core.schedules",
+    "Stream": "paceline.core.stream",
     "Task": "paceline.training.task",
+    "Weighted": "paceline.training.sampling",
     "World": "paceline.dist.world",
+    "balanced": "paceline.training.sampling",
     "classify": "paceline.training.task",
+    "tar_stream": "paceline.data.tar",
     "train": "paceline.training.run",
     "world": "paceline.dist.world",
 }

@@ -53,6 +53,8 @@ class Contract:
     record: str
     settings: str = ""
     """The values of `--set`, for the task's function."""
+    sampling: str = ""
+    """How an epoch's samples are chosen, unless each is used once."""
     augmentation: str = ""
     """What happens to training samples at random."""
     resumed_at: int | None = None
@@ -131,6 +133,7 @@ _LINES: dict[str, Callable[..., str]] = {
     "task": _task,
     "settings": lambda settings: f"{settings}",
     "data": lambda data, loader: f"{data} ({loader})",
+    "sampling": lambda sampling: f"{sampling}",
     "augmentation": lambda augmentation: f"{augmentation}",
     "model": lambda model, parameters: f"{model}, {plural(parameters, 'parameter')}",
     "reference": lambda reference_batch, base_lr: f"batch {reference_batch:,} at lr {base_lr:g}",

@@ -14,9 +14,13 @@ PUBLIC = [
     "Result",
     "Sampler",
     "Schedule",
+    "Stream",
     "Task",
+    "Weighted",
     "World",
+    "balanced",
     "classify",
+    "tar_stream",
     "train",
     "world",
 ]

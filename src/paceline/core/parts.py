@@ -35,6 +35,7 @@ from paceline.core.noise import noise_scale
 from paceline.core.norms import can_group, group_batch_norms
 from paceline.core.sampler import Sampler
 from paceline.core.statistics import Statistics, spans_workers
+from paceline.core.stream import Stream, StreamReader
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.output import plural
@@ -64,6 +65,8 @@ class Parts:
         accumulate: int = 1,
         at_once: int = 1,
         measure_noise: bool = False,
+        weights: Any = None,
+        stream: bool = False,
         world: World | None = None,
     ) -> None:
         """Collective: call on every rank, with the same arguments.
@@ -72,8 +75,9 @@ class Parts:
         number of workers). reduce: "fast" averages with DDP; "exact" sums integers, so that the weights have the same bits on
         any number of workers (it also makes this process use deterministic kernels and one CPU thread). accumulate: cut each
         part into this many micro-batches. at_once: parts per forward pass; more than one needs a model whose samples do not
-        mix outside batch norm, and no dropout. measure_noise: keep `noise_scale` up to date. world: from `paceline.world()`; by
-        default, torch's process group.
+        mix outside batch norm, and no dropout. measure_noise: keep `noise_scale` up to date. weights: one per sample of the
+        data; an epoch then draws `samples` samples with replacement. stream: samples come from a `Stream`, through `loader`.
+        world: from `paceline.world()`; by default, torch's process group.
         """
         self.model, self.world = model, world or _default_world(model)
         parts = virtual_workers or self.world.size
@@ -82,7 +86,7 @@ class Parts:
             raise UsageError("at_once, accumulate and global_batch must be at least 1")
         if reduce not in ("fast", "exact"):
             raise UsageError(f'reduce is {reduce!r}: it must be "fast" or "exact"')
-        self.sampler = Sampler(samples, global_batch, parts, seed)
+        self.sampler = Sampler(samples, global_batch, parts, seed, weights, stream)
         self.exact, self._accumulate = reduce == "exact", accumulate
         if self.exact:
             set_deterministic()
@@ -167,14 +171,16 @@ class Parts:
     def _cut(self, epoch: int, which: range, groups: Sequence[range], one_pass: bool) -> list[list[Pass]]:
         return cut_epoch(self.sampler, self.sampler.order(epoch), which, groups, self._accumulate, one_pass)
 
-    def loader(self, dataset: Dataset[Any], num_workers: int = 0, **options: Any) -> DataLoader[Any]:
-        """A DataLoader whose batches are this worker's parts, for `epoch(epoch, loader)`.
+    def loader(self, dataset: Dataset[Any] | Stream, num_workers: int = 0, **options: Any) -> DataLoader[Any]:
+        """A DataLoader whose batches are this worker's parts, for `epoch(epoch, loader)`. Options are those of DataLoader.
 
         The random numbers that `dataset` draws follow from (seed, epoch, sample), in any number of loader processes.
         """
-        keyed = KeyedDataset(dataset, self.sampler.seed)
-        if len(keyed) != self.sampler.samples:
-            raise UsageError(f"the dataset has {len(keyed):,} samples, and Parts was made for {self.sampler.samples:,}")
+        sampler, keyed = self.sampler, _keyed(dataset, self.sampler)
+        if isinstance(dataset, Stream) and num_workers > 1:
+            raise UsageError(f"num_workers is {num_workers}: a Stream is read in order, by one process; use num_workers=1")
+        if len(keyed) != sampler.rows_in_data:
+            raise UsageError(f"the dataset has {len(keyed):,} samples, and Parts was made for {sampler.rows_in_data:,}")
         return DataLoader(keyed, batch_sampler=PassSampler(), num_workers=num_workers, **options)
 
     def seed(self, step: int, item: Pass) -> None:
@@ -317,7 +323,7 @@ class Part:
     @property
     def samples(self) -> Tensor:
         """Numbers of the samples to train on."""
-        return torch.from_numpy(self.item.samples)
+        return torch.from_numpy(self.step.team.sampler.rows(self.item.samples))
 
     def backward(self, loss: Tensor, **metrics: Tensor) -> None:
         """Add the gradient of this part's mean loss.
@@ -357,6 +363,16 @@ def _default_world(model: nn.Module) -> World:
         backend=str(dist.get_backend()) if joined else "none",
         launcher="torch.distributed",
     )
+
+
+def _keyed(dataset: Any, sampler: Sampler) -> KeyedDataset | StreamReader:
+    """The dataset as a DataLoader of parts reads it."""
+    if isinstance(dataset, Stream) != sampler.dealt:
+        given = "a Stream, but Parts was made without stream=True" if not sampler.dealt else f"{type(dataset).__name__}, but"
+        raise UsageError(f"the loader got {given}" + ("" if not sampler.dealt else " Parts was made with stream=True"))
+    if isinstance(dataset, Stream):
+        return StreamReader(dataset, sampler.parts, sampler.seed)
+    return KeyedDataset(dataset, sampler.seed, sampler.weights is not None)
 
 
 def _check_spanning(exact: bool) -> None:

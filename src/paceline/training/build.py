@@ -19,10 +19,11 @@ from paceline.core.keys import key, seed_all
 from paceline.core.norms import PartNorm, can_group, group_batch_norms
 from paceline.core.parts import Parts, Step
 from paceline.core.sampler import Sampler
+from paceline.core.stream import Stream, StreamReader
 from paceline.core.sync_norm import replace_sync_batch_norms
 from paceline.data.augment import Images
 from paceline.data.conversion import name_type
-from paceline.data.loaders import Arrays, Loader, Resident, make_loader
+from paceline.data.loaders import Arrays, Feed, Loader, Resident, make_loader
 from paceline.dist.agree import any_reason, check_agreement
 from paceline.dist.world import World
 from paceline.errors import UsageError
@@ -35,6 +36,7 @@ from paceline.training.gradients import Sam
 from paceline.training.grouping import Grouping, choose_grouping, measures_noise
 from paceline.training.local import first_local_step
 from paceline.training.precision import choose_precision
+from paceline.training.sampling import check_collated, describe_data, make_weights
 from paceline.training.task import Task
 from paceline.training.task_fields import Data, check_made_model
 from paceline.training.terms import describe_batch, make_contract, make_steps
@@ -43,6 +45,7 @@ from paceline.training.update import Update
 from paceline.values import flag
 
 _INIT = 0x1217  # keeps the numbers that make models apart from those of step 0
+_ALONE = "the task's collate may treat a sample differently if another part is in the same list"
 _SAME_MODEL = "the task must make the same model in every worker; torch, numpy and random are seeded before it is called"
 
 
@@ -127,18 +130,30 @@ def build(task: Task, config: Config, world: World) -> Run:
 def _build(task: Task, config: Config, world: World) -> Run:
     stages.enter("reading the data")
     train, validation, data_sha256 = load_data(task, config, world)
-    sampler, schedule = make_steps(config, world, count_samples(train))
+    check_collated(task, train, validation)
+    weighted = make_weights(task, train, world)
+    data_sha256 = weighted.add_to(data_sha256)
+    sampler, schedule = make_steps(
+        config, world, weighted.draws or count_samples(train), weighted.weights, isinstance(train, Stream)
+    )
     stages.enter("building the model")
-    trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world)
+    feed = Feed(
+        collate=task.collate,
+        prefetch=config.prefetch,
+        pin_memory=config.pin_memory,
+        cores=world.node_cores,
+        shards=sampler.parts,
+        own_shards=-(-sampler.parts // world.size),
+        repeats=weighted.weights is not None,
+    )
+    trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world, feed=feed)
     model, grouping, notes = _make_model(trial)
     notes = (*describe_batch(sampler, schedule), *notes)
 
-    def load(data: Data) -> Loader:
-        return make_loader(
-            data, config.loader, task.prepare, world.device, config.loader_workers, config.seed, world.node_cores
-        )
+    def load(data: Data, feed: Feed) -> Loader:
+        return make_loader(data, config.loader, task.prepare, world.device, config.loader_workers, config.seed, feed)
 
-    loader, validation_samples = load(train), 0 if validation is None else count_samples(validation)
+    loader, validation_samples = load(train, feed), 0 if validation is None else count_samples(validation)
     if suits_channels_last(model, config, sampler.global_batch // sampler.parts):
         notes += _lay_out_channels_last(model, trial)
     optimizer = make_optimizer(model, config)
@@ -152,6 +167,8 @@ def _build(task: Task, config: Config, world: World) -> Run:
         accumulate=config.accumulate,
         at_once=grouping.at_once,
         measure_noise=measures_noise(config),
+        weights=sampler.weights,
+        stream=sampler.dealt,
         world=world,
     )
     if config.local_steps and parts.statistics.over_workers:
@@ -162,7 +179,8 @@ def _build(task: Task, config: Config, world: World) -> Run:
         "unit": task.unit,
         "model": config.model or type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "data": getattr(train, "about", "") or f"{type(train).__name__} of {plural(count_samples(train), 'sample')}",
+        "data": describe_data(train, sampler.parts),
+        "sampling": weighted.describe(),
         "train_samples": count_samples(train),
         "validation_samples": validation_samples,
         "loader": "on the device" if isinstance(loader, Resident) else "streamed",
@@ -177,7 +195,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
         forward=Forward(model, task.objective, loader, config.precision),
         update=Update(model, optimizer, schedule, config, parts.engine.noise),
         train=loader,
-        validation=None if validation is None else load(validation),
+        validation=None if validation is None else load(validation, replace(feed, shards=1, own_shards=1, repeats=False)),
         validation_samples=validation_samples,
         data_sha256=data_sha256,
         contract=make_contract(config, world, sampler, schedule, about),
@@ -198,10 +216,12 @@ def _describe_limits(model: nn.Module, config: Config, sampler: Sampler) -> tupl
             notes.append(f"{flag(name)} does nothing with --schedule {config.schedule}: it belongs to --schedule {used}")
     if config.optimizer == "muon":
         notes.append(describe_split(model, config.rest))
+    if config.pin_memory == "on" and next(model.parameters()).device.type == "cpu":
+        notes.append("--pin-memory on does nothing: workers train on the CPU")
     return tuple(notes)
 
 
-def _describe_augmentation(task: Task, config: Config, train: Arrays | Dataset[Any]) -> str:
+def _describe_augmentation(task: Task, config: Config, train: Data) -> str:
     if task.prepare is None:
         return "none" if isinstance(train, Arrays) else "none by Paceline; the task's data set may have its own"
     if not isinstance(task.prepare, Images):
@@ -222,9 +242,10 @@ def _make_model(trial: Trial) -> tuple[nn.Module, Grouping, tuple[str, ...]]:
     why, note = trial.try_prepare() if parts > 1 else ("", "")
     notes += (note,) if note else ()
     if grouping.at_once > 1 and not grouping.one_pass:
-        why = any_reason(world, why or trial.try_model(model))
+        why = any_reason(world, _ALONE if task.collate is not None else why or trial.try_model(model))
         if why and config.parts_at_once:
-            notes += (f"--parts-at-once {config.parts_at_once}: {why}, so the model depends on the number of workers",)
+            depends = f"--parts-at-once {config.parts_at_once}: {why}, so the model depends on the number of workers"
+            notes += () if config.reduce == "exact" else (depends,)  # exact mode has the same groups on any number
         elif why:
             grouping = Grouping(1, f"in turn: {why}")
     if world.device.type == "cpu":
@@ -299,7 +320,7 @@ def _lay_out_channels_last(model: nn.Module, trial: Trial) -> tuple[str, ...]:
 
 def _model(config: Config, task: Task, train: Arrays | Dataset[Any]) -> nn.Module:
     """The model `--model` names, for the shape of this data's images."""
-    sample = train[0]
+    sample = StreamReader(train, 1, config.seed)[0] if isinstance(train, Stream) else train[0]
     first = sample[0] if isinstance(sample, tuple | list) and sample else sample
     if not isinstance(first, Tensor | np.ndarray):
         raise UsageError(

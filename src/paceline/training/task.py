@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.config import Config
+from paceline.data.batching import Collate
 from paceline.data.conversion import name_type
 from paceline.data.loaders import Batch, Prepare
 from paceline.errors import SampleError, UsageError
 from paceline.training import task_fields
+from paceline.training.sampling import Sampling, check_sampling
 from paceline.training.task_fields import Source
 
 Objective = Callable[[nn.Module, Batch], dict[str, Tensor]]
@@ -29,8 +31,8 @@ class Task:
     name: str
     """Used in the names of its records."""
     train: Source
-    """The training data: `Arrays` or a map-style Dataset, or a function that makes it. The function is called once in every
-    worker; the first worker of each node calls it before the others."""
+    """The training data: `Arrays`, a map-style Dataset or a `Stream`, or a function that makes it. The function is called once
+    in every worker; the first worker of each node calls it before the others."""
     validation: Source | None = None
     """The validation data, or a function that makes it. None: the run has no validation, and its result no metrics."""
     objective: Objective
@@ -47,6 +49,14 @@ class Task:
     prepare: Prepare | None = None
     """Turns a batch, on the device, into what the objective gets: scaling, augmentation. It runs for every batch; a
     `KeyedPrepare` such as `Images` becomes part of the recorded step instead."""
+    collate: Collate | None = None
+    """Makes a batch of a list of samples, for samples that cannot be stacked: texts of different lengths. It runs in the loader
+    processes, in training and in validation. None: samples are stacked. Parts then run in turn, because what it does to a part
+    may depend on the other samples of the list."""
+    sampling: Sampling | None = None
+    """Draw the samples of an epoch with replacement: one weight per training sample, `balanced(labels)`, `Weighted(weights,
+    draws)`, or a function of the training data that returns one of these. The draws follow from (seed, epoch). None: an epoch
+    uses each sample once."""
     defaults: Mapping[str, Any] | Config = field(default_factory=dict)
     """Options (fields of Config) that suit this task; recipes and flags override them. Of a Config, the options that were
     passed to it count."""
@@ -66,6 +76,8 @@ class Task:
         task_fields.check_objective(self.name, self.objective, classify)
         task_fields.check_model(self.name, self.model)
         task_fields.check_prepare(self.name, self.prepare)
+        task_fields.check_collate(self.name, self.collate)
+        check_sampling(self.name, self.sampling)
         object.__setattr__(self, "defaults", task_fields.check_defaults(self.name, self.defaults))
 
 
