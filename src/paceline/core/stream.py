@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
+import torch.utils.data
 from torch.utils.data import Dataset
 
 from paceline.core.keys import key, seed_sample
@@ -179,6 +180,7 @@ class StreamReader(Dataset[Any]):
         place, shard = divmod(number, self._shards)
         at = self._open.get(shard)
         if at is None or at.epoch != epoch or at.place > place:
+            _hide_loader_process()
             at = _OpenShard(epoch, self._stream.open(shard, self._shards, epoch, self._seed))
             self._open[shard] = at
         sample = at.skip_to(place)
@@ -217,6 +219,11 @@ class _OpenShard:
 
 
 _END = object()
+
+
+def _hide_loader_process() -> None:
+    """Make `get_worker_info()` return None here: many data sets read it to split themselves by loader process, or to seed."""
+    torch.utils.data._utils.worker._worker_info = None
 
 
 def _check_function(function: Callable[..., Any]) -> None:

@@ -5,7 +5,7 @@ run was interrupted and resumed on another number of workers.
 import json
 import random
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -142,11 +142,19 @@ def make_tasks(folder: Path) -> dict[str, Task]:
         "a longer stream": replace(task, train=Stream(Endless(), SAMPLES - 7)),
         "tar": replace(task, train=tar_stream(own, decode), validation=tar_stream(odd, decode)),
         "uneven tar": replace(task, train=tar_stream(odd, decode, shuffle=3)),
-        "Hugging Face": replace(task, train=hugging_face().with_format("torch")),
-        "Hugging Face stream": replace(
-            task, train=Stream(hugging_face().to_iterable_dataset(num_shards=6).with_format("torch").shuffle(seed=1), SAMPLES)
-        ),
-        "webdataset": replace(task, train=webdataset(own)),
+    }
+
+
+def make_library_tasks(folder: Path) -> dict[str, Task]:
+    """The same with data of other libraries. Three parts divide six shards, but not four."""
+    task, paths = make_tasks(folder)["map"], sorted((folder / "even").iterdir())
+    table = hugging_face()
+    streams = {shards: table.to_iterable_dataset(num_shards=shards).with_format("torch").shuffle(seed=1) for shards in (4, 6)}
+    return {
+        "Hugging Face": replace(task, train=table.with_format("torch")),
+        "Hugging Face stream": replace(task, train=Stream(streams[6], SAMPLES), validation=Stream(streams[4], SAMPLES)),
+        "not split": replace(task, train=Stream(streams[4], SAMPLES)),
+        "webdataset": replace(task, train=webdataset(paths)),
     }
 
 
@@ -163,12 +171,11 @@ class Broken(Exception):
     """Ends a run in the middle."""
 
 
-def train_all(world: World, folder: Path, loader_workers: int, names: tuple[str, ...] = ()) -> dict[str, tuple[str, float]]:
-    """Train these tasks, or all of them."""
+def train_all(
+    world: World, folder: Path, loader_workers: int, make: Callable[[Path], dict[str, Task]] = make_tasks
+) -> dict[str, tuple[str, float]]:
     found = {}
-    for name, task in make_tasks(folder).items():
-        if names and name not in names:
-            continue
+    for name, task in make(folder).items():
         config = make_config(cast(dict[str, Any], task.defaults), {"loader_workers": loader_workers})
         with build(task, config, world) as run:  # which ends its loader processes
             result = fit(run, [Watcher()])
@@ -214,10 +221,22 @@ def test_one_hash_on_any_number_of_workers_and_after_a_break(folder: Path, tmp_p
 
 def test_shards_are_dealt_to_loader_processes(folder: Path) -> None:
     """On one worker with three parts, two processes read three shards; on two workers, one process reads two of them."""
-    names = ("collate and weights", "stream", "not split", "Hugging Face stream")
-    (alone,) = run_workers(train_all, 1, folder, 0, names)
-    assert run_workers(train_all, 1, folder, 2, names) == [alone]
-    assert run_workers(train_all, 2, folder, 1, names) == [alone, alone]
+    (alone,) = run_workers(train_all, 1, folder, 0, make_few)
+    assert run_workers(train_all, 1, folder, 2, make_few) == [alone]
+    assert run_workers(train_all, 2, folder, 1, make_few) == [alone, alone]
+
+
+def make_few(folder: Path) -> dict[str, Task]:
+    return {name: task for name, task in make_tasks(folder).items() if name in ("collate and weights", "stream", "not split")}
+
+
+def test_data_of_hugging_face_and_webdataset(folder: Path) -> None:
+    pytest.importorskip("datasets", reason="needs pip install datasets")
+    pytest.importorskip("webdataset", reason="needs pip install webdataset")
+    (alone,) = run_workers(train_all, 1, folder, 0, make_library_tasks, method="fork")
+    for workers in (2, 3):
+        for found in run_workers(train_all, workers, folder, workers - 2, make_library_tasks, method="fork"):
+            assert found == alone
 
 
 TASK = """
