@@ -67,6 +67,8 @@ class Run:
     contract: Contract
     notes: tuple[str, ...] = ()
     """What to tell the user before the first step."""
+    varies: bool = False
+    """Batches may differ in shape: the task collates them itself."""
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -200,6 +202,7 @@ def _build(task: Task, config: Config, world: World) -> Run:
         data_sha256=data_sha256,
         contract=make_contract(config, world, sampler, schedule, about),
         notes=notes,
+        varies=task.collate is not None,
     )
 
 

@@ -7,6 +7,7 @@ which step, with which inputs, and what the trials before leave behind, can be c
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,8 +15,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
-from harness.training import Trained, blobs, train_in
+from harness.training import ALONE, Trained, blobs, train_in
 from paceline.data.loaders import Inputs, map_tensors, tensors_in
 from paceline.dist.world import World, world
 from paceline.training import loop, tasks
@@ -289,3 +291,19 @@ def test_nothing_is_captured_on_a_cpu() -> None:
         run = build(task, config, here)
         step = plain_step(run)
         assert fast.capture(run, step, 0, print) is step
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_batches_of_different_shapes_are_not_captured(varies: bool, replaying: None) -> None:
+    def collate(samples: list[Any]) -> Any:
+        longest = max(int(sample[0]) % 5 for sample in samples) if varies else 4
+        return torch.stack([torch.full((5 + longest,), float(sample[0])) for sample in samples])
+
+    def objective(model: Any, batch: Tensor) -> dict[str, Tensor]:
+        return {"loss": model(batch[:, :5] / 100).square().sum(1)}
+
+    numbers = TensorDataset(torch.arange(60))
+    task = replace(blobs(objective=objective, collate=collate), train=numbers, validation=None)
+    said = train_in(ALONE, task, {"global_batch": 4, "epochs": 1, "loader_workers": 0}).watcher.notes
+    assert any("batches of the task's collate differ in shape from step to step" in note for note in said) == varies, said
+    assert bool(CALLS) != varies
