@@ -192,6 +192,10 @@ class StreamReader(Dataset[Any]):
     def _explain(self, shard: int, found: int) -> str:
         samples, shards = self._stream.samples, self._shards
         needs = samples // shards + (shard < samples % shards)
+        if shards == 1 and found:
+            return f"the stream ended after {plural(found, 'sample')}, but an epoch takes {samples:,}: use samples={found}"
+        if shards == 1:
+            return "the stream has no samples: check for a wrong folder, or a filter that removes everything"
         ended = f"shard {shard} of {shards} of the stream ended after {plural(found, 'sample')}, but an epoch of {samples:,}"
         if not found:
             return f"{ended} takes {needs:,} from it: use at most as many virtual workers as there are shards with samples"

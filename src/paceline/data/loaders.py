@@ -126,7 +126,7 @@ class Feed:
     shards: int = 1
     """Shards of a Stream: V in training, one in validation."""
     own_shards: int = 1
-    """Shards that this worker reads; more loader processes than that would have nothing to do."""
+    """Shards of this worker that separate processes may read; more loader processes would have nothing to do."""
     repeats: bool = False
     """Sample numbers beyond the length are repetitions: number n is sample n modulo the length."""
 

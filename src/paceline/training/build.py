@@ -150,6 +150,8 @@ def _build(task: Task, config: Config, world: World) -> Run:
     )
     trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world, feed=feed)
     model, grouping, notes = _make_model(trial)
+    if grouping.at_once > 1:  # smaller last steps run in turn, and their parts' shards must be in the same process
+        feed = replace(feed, own_shards=1)
     notes = (*describe_batch(sampler, schedule), *notes)
 
     def load(data: Data, feed: Feed) -> Loader:

@@ -101,8 +101,10 @@ def test_a_short_shard_is_named() -> None:
 def test_a_short_shard_can_start_again() -> None:
     stream = Stream(lambda shard, shards, epoch: range(shard * 10, shard * 10 + 3), 10, short="repeat")
     assert read(stream, 2, numbers=range(10)) == [0, 10, 1, 11, 2, 12, 0, 10, 1, 11]
-    with pytest.raises(UsageError, match="ended after 0 samples"):
+    with pytest.raises(UsageError, match="the stream has no samples"):
         read(Stream(lambda shard, shards, epoch: [], 4, short="repeat"), 1)
+    with pytest.raises(UsageError, match="the stream ended after 24 samples, but an epoch takes 25: use samples=24"):
+        read(Stream(count, 25), 1, numbers=range(25))
 
 
 class Sharded:

@@ -112,7 +112,7 @@ def test_a_tasks_own_collate_runs_parts_in_turn() -> None:
         ({"collate": pad, "sampling": [1.0] * 3}, UsageError, r"sampling has 3 weights, but there are 24 training samples"),
         ({"collate": pad, "sampling": lambda data: None}, UsageError, r"returned None: it must return weights"),
         (
-            {"train": Stream(lambda shard, shards, epoch: [], 4), "sampling": [1.0]},
+            {"train": Stream(lambda shard, shards, epoch: [torch.zeros(2)] * 9, 4), "sampling": [1.0]},
             UsageError,
             "sampling needs data that can be",
         ),
