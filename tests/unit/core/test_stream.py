@@ -34,7 +34,7 @@ def read(stream: Stream, shards: int, epoch: int = 0, seed: int = 0, numbers: An
     return [reader.read(epoch, number) for number in numbers]
 
 
-@pytest.mark.parametrize("samples", [24, 23, 13, 8, 7, 5])
+@pytest.mark.parametrize("samples", [24, 23, 18, 17, 13, 11, 8, 7, 5])
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_part_p_takes_every_parts_th_sample_in_order(samples: int, parts: int) -> None:
     sampler = Sampler(samples, 8, parts, 0, dealt=True)
@@ -68,6 +68,16 @@ def test_an_iterable_that_cannot_be_split_is_dealt(shards: int) -> None:
     assert sorted(found) == list(range(24)), "all parts must see the same order"
     assert found == read(Stream(Numbers(), 24), 1)
     assert found != read(Stream(Numbers(), 24), shards, epoch=1)
+
+
+def test_an_iterable_that_draws_its_next_sample_is_dealt() -> None:
+    class Draws(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[int]:
+            left = list(range(24))
+            while left:
+                yield left.pop(random.randrange(len(left)))
+
+    assert sorted(read(Stream(Draws(), 24), 3)) == list(range(24)), "each part must see the same draws"
 
 
 def test_a_function_deals_files_in_an_order_that_all_shards_share() -> None:
