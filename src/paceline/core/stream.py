@@ -17,7 +17,7 @@ import torch.utils.data
 from torch.utils.data import Dataset
 
 from paceline.core.keys import key, seed_sample
-from paceline.errors import UsageError
+from paceline.errors import UsageError, describe_exit
 from paceline.output import plural
 
 VALIDATION = -1
@@ -173,7 +173,10 @@ class StreamReader(Dataset[Any]):
         return self.read(0, number)
 
     def __getitems__(self, pairs: list[tuple[int | None, int]]) -> list[Any]:
-        return [self.read(VALIDATION if epoch is None else epoch, number) for epoch, number in pairs]
+        try:
+            return [self.read(VALIDATION if epoch is None else epoch, number) for epoch, number in pairs]
+        except SystemExit as error:  # torch would not say where it was called in a loader process
+            raise RuntimeError(describe_exit(error)) from error
 
     def read(self, epoch: int, number: int) -> Any:
         """The sample with this number. Raises a UsageError if its shard has too few samples."""

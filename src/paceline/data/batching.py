@@ -20,10 +20,13 @@ _COLLATE = 0xC011  # keeps the random numbers of collate apart from those of sam
 class Batches(Dataset[Any]):
     """Returns whole batches. Arrays are indexed in one call, unless samples are collated by the task."""
 
-    def __init__(self, data: Any, seed: int, own: Collate | None = None, shards: int = 1, repeats: bool = False) -> None:
+    def __init__(
+        self, data: Any, seed: int, own: Collate | None = None, shards: int = 1, repeats: bool = False, whole: bool = False
+    ) -> None:
+        """`whole`: the data gives a batch for a list of sample numbers, as Arrays do."""
         self._data, self._seed, self._own, self._repeats = data, seed, own, repeats
+        self._whole = whole and own is None
         self._reader = StreamReader(data, shards, seed) if isinstance(data, Stream) else KeyedDataset(data, seed, repeats)
-        self._whole = own is None and hasattr(data, "tensors") and hasattr(data, "__getitems__")  # Arrays
 
     def __len__(self) -> int:
         return len(self._reader)

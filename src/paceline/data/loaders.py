@@ -235,7 +235,7 @@ class Streaming(Loader):
         for _ in range(min(workers, feed.own_shards) if several else 1):
             sampler, processes = PassSampler(), 1 if several else workers
             lane = DataLoader(
-                Batches(data, seed, feed.collate, feed.shards, feed.repeats),
+                Batches(data, seed, feed.collate, feed.shards, feed.repeats, whole=isinstance(data, Arrays)),
                 batch_sampler=sampler,
                 num_workers=processes,
                 prefetch_factor=feed.prefetch if processes else None,

@@ -169,7 +169,7 @@ def check_data(name: str, field: str, data: Any) -> Data:
         )
     if isinstance(data, Stream):
         return data
-    if isinstance(data, IterableDataset) or (hasattr(type(data), "__iter__") and hasattr(data, "num_shards")):
+    if isinstance(data, IterableDataset) or (hasattr(data, "num_shards") and not hasattr(type(data), "__getitem__")):
         return _as_stream(what, data)
     if isinstance(data, Tensor | np.ndarray):
         raise UsageError(f"{what} is {name_type(data)}: give Arrays((x,)), or Arrays((x, y)) with targets")
