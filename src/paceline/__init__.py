@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from paceline.core.parts import Parts as Parts
     from paceline.core.sampler import Sampler as Sampler
     from paceline.core.schedules import Schedule as Schedule
+    from paceline.core.stream import Stream as Stream
     from paceline.data.augment import Images as Images
     from paceline.data.loaders import Arrays as Arrays
+    from paceline.data.tar import tar_stream as tar_stream
     from paceline.dist.everyone import print as print
     from paceline.dist.everyone import save as save
     from paceline.dist.everyone import total as total
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from paceline.training.hooks import Moment as Moment
     from paceline.training.observers import Result as Result
     from paceline.training.run import train as train
+    from paceline.training.sampling import Weighted as Weighted
+    from paceline.training.sampling import balanced as balanced
     from paceline.training.task import Task as Task
     from paceline.training.task import classify as classify
     from paceline.training.trained import load as load
@@ -42,13 +46,17 @@ _MODULES = {
     "Result": "paceline.training.observers",
     "Sampler": "paceline.core.sampler",
     "Schedule": "paceline.core.schedules",
+    "Stream": "paceline.core.stream",
     "Task": "paceline.training.task",
+    "Weighted": "paceline.training.sampling",
     "World": "paceline.dist.world",
+    "balanced": "paceline.training.sampling",
     "classify": "paceline.training.task",
     "print": "paceline.dist.everyone",
     "save": "paceline.dist.everyone",
     "total": "paceline.dist.everyone",
     "load": "paceline.training.trained",
+    "tar_stream": "paceline.data.tar",
     "train": "paceline.training.run",
     "world": "paceline.dist.world",
 }

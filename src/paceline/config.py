@@ -90,6 +90,10 @@ class Config(RemembersGiven):
     if the data is Arrays that fit."""
     loader_workers: int = _data(2, Role.OPERATION, at_least=0, at_most=1024)
     """DataLoader processes per worker when streaming."""
+    prefetch: int = _data(2, Role.OPERATION, at_least=1, at_most=10_000)
+    """Batches that each loader process makes ahead."""
+    pin_memory: Literal["auto", "on", "off"] = _data("auto", Role.OPERATION)
+    """Make batches in pinned memory, from which a GPU copies faster. auto and on: for a GPU; off: never."""
 
     reference_batch: int = _batch(128, Role.MODEL, Role.METHOD, Role.COMMON, at_least=1)
     """The batch on one worker for which base_lr is known to work."""

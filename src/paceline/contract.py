@@ -53,6 +53,8 @@ class Contract:
     record: str
     settings: str = ""
     """The values of `--set`, for the task's function."""
+    sampling: str = ""
+    """How an epoch's samples are chosen, unless each is used once."""
     augmentation: str = ""
     """What happens to training samples at random."""
     initialized: str = ""
@@ -138,6 +140,7 @@ _LINES: dict[str, Callable[..., str]] = {
     "task": _task,
     "settings": lambda settings: f"{settings}",
     "data": lambda data, loader: f"{data} ({loader})",
+    "sampling": lambda sampling: f"{sampling}",
     "augmentation": lambda augmentation: f"{augmentation}",
     "model": lambda model, parameters: f"{model}, {plural(parameters, 'parameter')}",
     "initialized": lambda initialized: f"from {initialized}" if initialized else "",

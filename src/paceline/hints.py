@@ -79,7 +79,13 @@ TABLE = {
     "find-unused-parameters ddp-find-unused-parameters": "not needed: parameters that a pass does not use are handled",
     # Model, data and task
     "shuffle": "not needed: every epoch has a new order, which depends on {seed} and the epoch",
-    "pin-memory": "not needed: the loader does it for a GPU",
+    "prefetch-factor": "use {prefetch} (batches that each loader process makes ahead)",
+    "persistent-workers": "not needed: loader processes are kept for the whole run",
+    "drop-last": "not needed: the last two steps of an epoch share what is left, and every sample counts the same",
+    "collate-fn collate": "not an option: give Task(collate=...) in your task file",
+    "sampler weighted-sampler sample-weights class-weights class-balanced": (
+        "not an option: give Task(sampling=...) in your task file, such as balanced(labels)"
+    ),
     "val-split validation-split": "not an option: a task has its own validation data, Task(validation=...)",
     "limit-train-batches": "use {train_samples} (train on the first N samples) or {max_steps}",
     "eval-steps eval-every val-check-interval eval-strategy": "not available: a run validates after every epoch",

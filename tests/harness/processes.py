@@ -17,15 +17,19 @@ from typing import Any
 import psutil
 
 
-def run_workers(function: Callable[..., Any], n: int, *args: Any, timeout_s: float = 90) -> list[Any]:
+def run_workers(
+    function: Callable[..., Any], n: int, *args: Any, timeout_s: float = 90, method: str = "forkserver"
+) -> list[Any]:
     """Call `function(world, *args)` in n new workers of one gloo world; returns every worker's result.
 
     They meet in a file, not at a port, and use one thread each. The first failure ends the others and is raised here with its
     traceback. A hang is a failure too, with every worker's stack on stderr. Workers are forked from a process that has only
-    imported modules, so they start in a tenth of the time.
+    imported modules, so they start in a tenth of the time. With `method="fork"` they are forks of the test's own process: for
+    libraries that take seconds to import.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "paceline.training.run", "pytest"])
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "paceline.training.run", "pytest"])
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(n):

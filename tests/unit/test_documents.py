@@ -23,6 +23,7 @@ FLAG = r"(?<![\w-])--[a-z][a-z0-9-]+"
 TABLES = {
     "reduce": "exact",
     "checkpoint": "recovery",
+    "data_feed": "data",
     **dict.fromkeys(("limit", "peers_cpu", "workers", "overhead_cpu", "shared_cores", "startup", "growth"), "speed"),
 }
 """Committed result -> the page that shows its table."""

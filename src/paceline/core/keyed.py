@@ -33,10 +33,13 @@ class PassSampler(Sampler[list[tuple[int | None, int]]]):
 
 
 class KeyedDataset(Dataset[Any]):
-    """A Dataset whose random numbers follow the sample: seeded by (seed, epoch, sample) before each sample is made."""
+    """A Dataset whose random numbers follow the sample: seeded by (seed, epoch, sample) before each sample is made.
 
-    def __init__(self, data: Any, seed: int) -> None:
-        self._data, self._seed = data, seed
+    With `repeats`, number n is sample n modulo the length, seeded by n: a sample drawn twice gets different random numbers.
+    """
+
+    def __init__(self, data: Any, seed: int, repeats: bool = False) -> None:
+        self._data, self._seed, self._repeats = data, seed, repeats
 
     def __getitems__(self, pairs: list[tuple[int | None, int]]) -> Any:
         try:
@@ -49,4 +52,4 @@ class KeyedDataset(Dataset[Any]):
 
     def _make(self, epoch: int | None, sample: int) -> Any:
         seed_sample(key(self._seed, -1 if epoch is None else epoch, sample))
-        return self._data[sample]
+        return self._data[sample % len(self) if self._repeats else sample]

@@ -39,6 +39,7 @@ from paceline.core.shapes import check_shapes
 from paceline.core.statistics import Statistics, spans_workers
 from paceline.core.step import Part as Part
 from paceline.core.step import Step as Step
+from paceline.core.stream import Stream, StreamReader
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.output import plural
@@ -69,6 +70,8 @@ class Parts:
         accumulate: int = 1,
         at_once: int = 1,
         measure_noise: bool = False,
+        weights: Any = None,
+        stream: bool = False,
         world: World | None = None,
     ) -> None:
         """Collective: call on every rank, with the same arguments.
@@ -80,7 +83,8 @@ class Parts:
         the weights have the same bits on any number of workers (it also makes this process use deterministic kernels and one
         CPU thread). accumulate: cut each part into this many micro-batches. at_once: parts per forward pass; more than one
         needs a model whose samples do not mix outside batch norm, and no dropout. measure_noise: keep `noise_scale` up to date.
-        world: from `paceline.world()`; by default, torch's process group.
+        weights: one per sample of the data; an epoch then draws `samples` samples with replacement. stream: samples come from a
+        `Stream`, through `loader`. world: from `paceline.world()`; by default, torch's process group.
         """
         self.model, self.world = model, world or _default_world(model)
         parts = virtual_workers or self.world.size
@@ -90,7 +94,7 @@ class Parts:
             raise UsageError("at_once, accumulate and global_batch must be at least 1")
         if reduce not in ("fast", "exact"):
             raise UsageError(f'reduce is {reduce!r}: it must be "fast" or "exact"')
-        self.sampler = Sampler(samples, global_batch, parts, seed)
+        self.sampler = Sampler(samples, global_batch, parts, seed, weights, stream)
         self.exact, self._accumulate = reduce == "exact", accumulate
         if self.exact:
             set_deterministic()
@@ -109,7 +113,7 @@ class Parts:
         units = [len(group) for groups in dealt for group in groups] if measure_noise else None
         self.engine = Engine(model, self.sampler, self.world, exact=self.exact, units=units)
         self.statistics = Statistics(model, self.groups, parts)
-        self._loader = None if loader is None else with_batches(loader, KeyedDataset(loader.dataset, seed), PassSampler())
+        self._loader = None if loader is None else with_batches(loader, self._keyed(loader.dataset), PassSampler())
 
     @property
     def virtual_workers(self) -> int:
@@ -178,15 +182,29 @@ class Parts:
     def _cut(self, epoch: int, which: range, groups: Sequence[range], one_pass: bool) -> list[list[Pass]]:
         return cut_epoch(self.sampler, self.sampler.order(epoch), which, groups, self._accumulate, one_pass)
 
-    def loader(self, dataset: Dataset[Any], num_workers: int = 0, **options: Any) -> DataLoader[Any]:
-        """A DataLoader whose batches are this worker's parts, for `epoch(epoch, loader)`.
+    def loader(self, dataset: Dataset[Any] | Stream, num_workers: int = 0, **options: Any) -> DataLoader[Any]:
+        """A DataLoader whose batches are this worker's parts, for `epoch(epoch, loader)`. Options are those of DataLoader.
 
         The random numbers that `dataset` draws follow from (seed, epoch, sample), in any number of loader processes.
         """
-        keyed = KeyedDataset(dataset, self.sampler.seed)
-        if len(keyed) != self.sampler.samples:
-            raise UsageError(f"the dataset has {len(keyed):,} samples, and Parts was made for {self.sampler.samples:,}")
-        return DataLoader(keyed, batch_sampler=PassSampler(), num_workers=num_workers, **options)
+        if isinstance(dataset, Stream) and num_workers > 1:
+            raise UsageError(f"num_workers is {num_workers}: a Stream is read in order, by one process; use num_workers=1")
+        return DataLoader(self._keyed(dataset), batch_sampler=PassSampler(), num_workers=num_workers, **options)
+
+    def _keyed(self, dataset: Any) -> KeyedDataset | StreamReader:
+        """The dataset as a DataLoader of parts reads it. Raises a UsageError if it is not the data that Parts was made for."""
+        sampler, name = self.sampler, type(dataset).__name__
+        if isinstance(dataset, Stream) and not sampler.dealt:
+            raise UsageError("the loader got a Stream, but Parts was made without stream=True")
+        if sampler.dealt and not isinstance(dataset, Stream):
+            raise UsageError(f"the loader got {name}, but Parts was made with stream=True")
+        if isinstance(dataset, Stream):
+            keyed: KeyedDataset | StreamReader = StreamReader(dataset, sampler.parts, sampler.seed)
+        else:
+            keyed = KeyedDataset(dataset, sampler.seed, sampler.weights is not None)
+        if len(keyed) != sampler.rows_in_data:
+            raise UsageError(f"the dataset has {len(keyed):,} samples, and Parts was made for {sampler.rows_in_data:,}")
+        return keyed
 
     def seed(self, step: int, item: Pass, phase: int = 0) -> None:
         """Seed what a pass may draw: by the step, the phase and the part, never by the rank (law 3)."""

@@ -160,7 +160,7 @@ class Part:
     @property
     def samples(self) -> Tensor:
         """Numbers of the samples to train on."""
-        return torch.from_numpy(self.item.samples)
+        return torch.from_numpy(self.step.team.sampler.rows(self.item.samples))
 
     def backward(self, loss: Tensor, *, weight: Tensor | None = None, **metrics: Tensor) -> None:
         """Add the gradient of this part's mean loss.

@@ -1,37 +1,33 @@
 """The two loaders that bring batches to a worker's device, behind one interface.
 
 `batches(indices, epoch)` yields one batch for every array of sample numbers. `Resident` holds the whole data set on the device;
-`Streaming` reads a map-style Dataset with torch's DataLoader. Both prepare batches on the device. They call `before(i)` just
-before batch i is prepared, after all random numbers for fetching it were drawn: this is where a part is seeded.
+`Streaming` reads a map-style Dataset or a Stream with torch's DataLoader. Both prepare batches on the device. They call
+`before(i)` just before batch i is prepared, after all random numbers for fetching it were drawn: there a part is seeded.
 
 A batch is made in two stages, so that a step captured as a CUDA graph can contain the second: `inputs` yields what differs
 between batches, as tensors on the device; `make` does the same work on them each time.
 """
 
-import multiprocessing
 import os
-import signal
-import tempfile
-import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.util import get_temp_dir
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.core.keyed import KeyedDataset, PassSampler
+from paceline.core.keyed import PassSampler
 from paceline.core.keys import on_device
-from paceline.data.conversion import collate, explain_collate, name_type, to_tensors
-from paceline.dist.process import die_with_parent
-from paceline.errors import SampleError, UsageError
+from paceline.core.stream import Stream
+from paceline.data.batching import Batches, Collate, checked
+from paceline.data.conversion import name_type, to_tensors
+from paceline.data.processes import begin_process, close_loaders, start_loader
+from paceline.errors import UsageError
 
 Batch = tuple[Any, ...]
 Inputs = tuple[Any, ...]
@@ -115,6 +111,26 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
+@dataclass(frozen=True)
+class Feed:
+    """How batches are made and brought to the device."""
+
+    collate: Collate | None = None
+    """Makes a batch of a list of samples; None: stack them."""
+    prefetch: int = 2
+    """Batches that each loader process makes ahead."""
+    pin_memory: Literal["auto", "on", "off"] = "auto"
+    """auto: for a GPU."""
+    cores: Iterable[int] | None = None
+    """The cores that loader processes may use."""
+    shards: int = 1
+    """Shards of a Stream: V in training, one in validation."""
+    own_shards: int = 1
+    """Shards of this worker that separate processes may read; more loader processes would have nothing to do."""
+    repeats: bool = False
+    """Sample numbers beyond the length are repetitions: number n is sample n modulo the length."""
+
+
 def _nothing(i: int) -> None:
     """The default `before`: do nothing."""
 
@@ -145,28 +161,29 @@ class Loader(ABC):
 
 
 def make_loader(
-    data: Arrays | Dataset[Any],
+    data: Arrays | Stream | Dataset[Any],
     kind: str,
     prepare: Prepare | None,
     device: torch.device,
     workers: int,
     seed: int,
-    cores: Iterable[int] | None = None,
+    feed: Feed = Feed(),  # noqa: B008  # it cannot change
 ) -> Loader:
-    """The loader for this data: by default resident for arrays that fit, otherwise streaming. Its processes may use `cores`."""
+    """The loader for this data: by default resident for arrays that fit, otherwise streaming."""
     if kind == "resident" and not isinstance(data, Arrays):
         raise UsageError(f"--loader resident needs data as Arrays: this task's is a {type(data).__name__}, which is streamed")
     if isinstance(data, Arrays) and kind != "streaming" and (kind == "resident" or _fits(data, device)):
-        return Resident(data, prepare, device)
-    return Streaming(data, prepare, device, workers, seed, cores)
+        return Resident(data, prepare, device, feed.repeats)
+    return Streaming(data, prepare, device, workers, seed, feed)
 
 
 class Resident(Loader):
     """The whole data set on the worker's device; a batch is one gather."""
 
-    def __init__(self, data: Arrays, prepare: Prepare | None, device: torch.device) -> None:
+    def __init__(self, data: Arrays, prepare: Prepare | None, device: torch.device, repeats: bool = False) -> None:
         self._tensors = tuple(tensor.to(device) for tensor in data.tensors)
-        self._prepare, self._device = _Preparation(prepare, device), device
+        self._rows = len(data) if repeats else None
+        self._prepare, self._device = _Preparation(prepare, device, self._rows), device
 
     def inputs(self, indices: BatchIndices, epoch: int | None, before: Before = _nothing) -> Iterator[Inputs]:
         if not indices:
@@ -189,63 +206,59 @@ class Resident(Loader):
         return self._prepare.then(self._gather(samples), samples, begun)
 
     def _gather(self, samples: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor[samples] for tensor in self._tensors)
+        rows = samples if self._rows is None else samples % self._rows
+        return tuple(tensor[rows] for tensor in self._tensors)
 
 
 class Streaming(Loader):
-    """torch's DataLoader: its processes live on between epochs; for a GPU, memory is pinned and the next batch copied ahead."""
+    """torch's DataLoader: its processes live on between epochs; for a GPU, memory is pinned and the next batch copied ahead.
+
+    A map-style Dataset has one DataLoader, whose processes take turns. All samples of a stream's shard must be read by one
+    process, so a Stream has one DataLoader per process, and its shards are dealt to these "lanes".
+    """
 
     def __init__(
         self,
-        data: Arrays | Dataset[Any],
+        data: Arrays | Stream | Dataset[Any],
         prepare: Prepare | None,
         device: torch.device,
         workers: int,
         seed: int,
-        cores: Iterable[int] | None = None,
+        feed: Feed = Feed(),  # noqa: B008  # it cannot change
     ) -> None:
-        self._prepare, self._device = _Preparation(prepare, device), device
-        self._sampler = PassSampler()
+        self._prepare = _Preparation(prepare, device, len(data) if feed.repeats else None)  # type: ignore[arg-type]
+        self._device, self._shards = device, feed.shards
+        self._samplers, self._lanes = [], []
         # torch counts only the cores that this worker is bound to, but its loader processes may use more.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
-        self._loader = DataLoader(
-            _Batches(data, seed),
-            batch_sampler=self._sampler,
-            num_workers=workers,
-            pin_memory=device.type == "cuda",
-            persistent_workers=workers > 0,
-            collate_fn=_unchanged,
-            worker_init_fn=partial(_begin_process, os.getpid(), cores),
-            generator=torch.Generator(),  # each epoch draws a number from it: do not use the generator that training uses
-        )
+        several = isinstance(data, Stream) and workers > 1
+        for _ in range(min(workers, feed.own_shards) if several else 1):
+            sampler, processes = PassSampler(), 1 if several else workers
+            lane = DataLoader(
+                Batches(data, seed, feed.collate, feed.shards, feed.repeats, whole=isinstance(data, Arrays)),
+                batch_sampler=sampler,
+                num_workers=processes,
+                prefetch_factor=feed.prefetch if processes else None,
+                pin_memory=device.type == "cuda" and feed.pin_memory != "off",
+                persistent_workers=processes > 0,
+                collate_fn=_unchanged,
+                worker_init_fn=partial(begin_process, os.getpid(), feed.cores),
+                generator=torch.Generator(),  # each epoch draws a number from it: do not use the generator that training uses
+            )
+            self._samplers.append(sampler)
+            self._lanes.append(lane)
 
     def start(self) -> None:
-        if self._loader.num_workers:
-            _make_temp_dir()
-            self._sampler.set_epoch((), None)
-            iter(self._loader)  # torch keeps the processes for later epochs
+        for sampler, lane in zip(self._samplers, self._lanes, strict=True):
+            sampler.set_epoch((), None)
+            start_loader(lane)
 
     def close(self) -> None:
-        iterator: Any = getattr(self._loader, "_iterator", None)
-        if iterator is None:
-            return
-        self._loader._iterator = None
-        killer = threading.Timer(_CLOSE_S, _kill, [iterator._workers])
-        killer.start()
-        try:
-            with suppress(RuntimeError):  # torch raises it if a process was killed
-                iterator._shutdown_workers()  # waits 5 s for each process that hangs
-        finally:
-            killer.cancel()
-            killer.join()
-            _kill(iterator._workers)
-            for process in iterator._workers:
-                process.join()
+        close_loaders(self._lanes)
 
     def inputs(self, indices: BatchIndices, epoch: int | None, before: Before = _nothing) -> Iterator[Inputs]:
-        self._sampler.set_epoch(indices, epoch)
         begun = self._prepare.begin(epoch)
-        copied = self._copy_ahead(zip(self._loader, indices, strict=True))
+        copied = self._copy_ahead(zip(self._load(indices, epoch), indices, strict=True))
         for i, (batch, samples) in enumerate(copied):
             before(i)
             yield (batch, samples, begun) if self._prepare.later else self._prepare.now(batch, samples, epoch)
@@ -253,19 +266,32 @@ class Streaming(Loader):
     def make(self, inputs: Inputs) -> Batch:
         return self._prepare.then(*inputs) if self._prepare.later else inputs
 
+    def _load(self, indices: BatchIndices, epoch: int | None) -> Iterator[Batch]:
+        """The batches of all lanes, in order. The first sample's shard decides the lane, so a group of parts stays in one."""
+        if len(self._lanes) == 1:
+            self._samplers[0].set_epoch(indices, epoch)
+            yield from self._lanes[0]
+            return
+        lanes = [int(samples[0]) % self._shards % len(self._lanes) for samples in indices]
+        for number, sampler in enumerate(self._samplers):
+            sampler.set_epoch([samples for samples, lane in zip(indices, lanes, strict=True) if lane == number], epoch)
+        batches = [iter(lane) for lane in self._lanes]
+        for lane in lanes:
+            yield next(batches[lane])
+
     def _copy(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
 
     def _copy_ahead(self, batches: Iterator[tuple[Batch, np.ndarray]]) -> Iterator[tuple[Batch, Tensor]]:
         if self._device.type != "cuda":
             for batch, samples in batches:
-                yield _checked(batch), torch.from_numpy(samples)
+                yield checked(batch), torch.from_numpy(samples)
             return
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         ready: tuple[Batch, Tensor] | None = None
         for batch, samples in batches:
             with torch.cuda.stream(stream):
-                coming = map_tensors(self._copy, (_checked(batch), torch.from_numpy(samples)))
+                coming = map_tensors(self._copy, (checked(batch), torch.from_numpy(samples)))
             if ready is not None:
                 yield ready
             torch.cuda.current_stream(self._device).wait_stream(stream)
@@ -279,8 +305,8 @@ class Streaming(Loader):
 class _Preparation:
     """Decides in which stage a task's `prepare` runs: in the second if it can be part of a captured step."""
 
-    def __init__(self, prepare: Prepare | None, device: torch.device) -> None:
-        self._prepare, self._device = prepare, device
+    def __init__(self, prepare: Prepare | None, device: torch.device, rows: int | None = None) -> None:
+        self._prepare, self._device, self._rows = prepare, device, rows
         self._keyed = prepare if isinstance(prepare, KeyedPrepare) else None
         self.later = prepare is None or self._keyed is not None
 
@@ -293,7 +319,7 @@ class _Preparation:
     def now(self, batch: tuple[Tensor, ...], samples: Tensor, epoch: int | None) -> Batch:
         """Prepare in the first stage."""
         assert self._prepare is not None
-        prepared = self._prepare(batch, samples, epoch)
+        prepared = self._prepare(batch, samples if self._rows is None else samples % self._rows, epoch)
         if prepared is None:
             raise UsageError(
                 "the task's prepare returned None: it must return the batch for the objective (is a `return` missing?)"
@@ -305,75 +331,8 @@ class _Preparation:
         return batch if self._keyed is None else self._keyed.apply(batch, samples, begun)
 
 
-class _Batches(KeyedDataset):
-    """Returns whole batches. They are collated here, where an error can name the samples. Arrays are indexed in one call."""
-
-    def __getitems__(self, pairs: list[tuple[int | None, int]]) -> Any:
-        samples = [sample for _, sample in pairs]
-        if isinstance(self._data, Arrays):
-            return self._data.__getitems__(samples)
-        items = super().__getitems__(pairs)
-        try:
-            return collate(items)
-        except Exception:  # torch and numpy raise many types
-            why = explain_collate(items, samples, type(self._data).__name__)
-            if not why:
-                raise
-            return _Refused(why)
-
-
-@dataclass(frozen=True)
-class _Refused:
-    """Returned in place of a batch if the user made a mistake: torch would bury an error of a loader process in a traceback."""
-
-    why: str
-
-
-def _checked(batch: Any) -> Any:
-    if isinstance(batch, _Refused):
-        raise SampleError(batch.why)
-    return batch
-
-
 def _unchanged(batch: Any) -> Any:
     return batch
-
-
-_CLOSE_S = 2.0  # how long a loader process may take to finish its batch
-
-
-def _make_temp_dir() -> None:
-    """Make multiprocessing's folder in this process, which removes it even if the loader processes are killed.
-
-    It holds sockets, and their paths are limited to 107 characters: with a longer one a loader process hangs without an error.
-    """
-    given = tempfile.tempdir
-    if len(tempfile.gettempdir()) > _MOST_PATH:
-        tempfile.tempdir = "/tmp"
-    try:
-        get_temp_dir()
-    finally:
-        tempfile.tempdir = given
-
-
-_MOST_PATH = 70  # characters; multiprocessing adds about 32
-
-
-def _kill(processes: Iterable[Any]) -> None:
-    for process in processes:
-        process.kill()  # does nothing if it has ended
-
-
-def _begin_process(parent: int, cores: Iterable[int] | None, number: int) -> None:
-    """Runs in each loader process: it ends with the worker, not before."""
-    served = multiprocessing.get_start_method() == "forkserver"  # then the parent is the server, which ends with the worker
-    die_with_parent(os.getppid() if served else parent)
-    # Terminals and schedulers send these to all processes of a run, and the worker still needs samples to finish its step.
-    # Unlike SIG_IGN, a handler that does nothing is not inherited by programs that a Dataset starts.
-    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signal_number, lambda *_: None)
-    if cores:
-        os.sched_setaffinity(0, cores)  # otherwise they would compete for the cores that the worker is bound to
 
 
 def _fits(data: Arrays, device: torch.device) -> bool:

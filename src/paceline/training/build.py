@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import Dataset
 
 from paceline import models
 from paceline.config import Config
@@ -20,10 +19,11 @@ from paceline.core.keys import key, seed_all
 from paceline.core.norms import PartNorm, can_group, group_batch_norms
 from paceline.core.parts import Parts, Step
 from paceline.core.sampler import Sampler
+from paceline.core.stream import Stream, StreamReader
 from paceline.core.sync_norm import replace_sync_batch_norms
 from paceline.data.augment import Images
 from paceline.data.conversion import name_type
-from paceline.data.loaders import Arrays, Loader, Resident, make_loader
+from paceline.data.loaders import Arrays, Feed, Loader, Resident, make_loader
 from paceline.dist.agree import any_reason, check_agreement
 from paceline.dist.process import delay_interrupts
 from paceline.dist.world import World
@@ -38,6 +38,7 @@ from paceline.training.hooks import Hooks
 from paceline.training.local import first_local_step
 from paceline.training.own import OWN, describe_own, make_rates, make_task_optimizer
 from paceline.training.precision import choose_precision
+from paceline.training.sampling import check_collated, describe_data, make_weights
 from paceline.training.task import StepFunction, Task
 from paceline.training.task_fields import Data, check_made_model
 from paceline.training.task_step import check_options as check_step_options
@@ -48,6 +49,7 @@ from paceline.training.weight_files import Initial, start_from
 from paceline.values import flag
 
 _INIT = 0x1217  # keeps the numbers that make models apart from those of step 0
+_ALONE = "the task's collate may treat a sample differently if another part is in the same list"
 _SAME_MODEL = "the task must make the same model in every worker; torch, numpy and random are seeded before it is called"
 
 
@@ -83,6 +85,8 @@ class Run:
     """What to tell the user before the first step."""
     hooks: tuple[Hooks, ...] = ()
     """The task's own, and the tracker's on rank 0."""
+    varies: bool = False
+    """Batches may differ in shape: the task collates them itself."""
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -152,19 +156,33 @@ def build(task: Task, config: Config, world: World, initial: Initial | None = No
 def _build(task: Task, config: Config, world: World, initial: Initial | None) -> Run:
     stages.enter("reading the data")
     train, validation, data_sha256 = load_data(task, config, world)
-    sampler, schedule = make_steps(config, world, count_samples(train))
+    check_collated(task, train, validation)
+    weighted = make_weights(task, train, world)
+    data_sha256 = weighted.add_to(data_sha256)
+    sampler, schedule = make_steps(
+        config, world, weighted.draws or count_samples(train), weighted.weights, isinstance(train, Stream)
+    )
     stages.enter("building the model")
-    trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world)
+    feed = Feed(
+        collate=task.collate,
+        prefetch=config.prefetch,
+        pin_memory=config.pin_memory,
+        cores=world.node_cores,
+        shards=sampler.parts,
+        own_shards=-(-sampler.parts // world.size),
+        repeats=weighted.weights is not None,
+    )
+    trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world, feed=feed)
     model, grouping, notes = _make_model(trial)
+    if grouping.at_once > 1:  # smaller last steps run in turn, and their parts' shards must be in the same process
+        feed = replace(feed, own_shards=1)
     notes = (*describe_batch(sampler, schedule), *notes)
     initial = start_from(model, config, world, initial)
 
-    def load(data: Data) -> Loader:
-        return make_loader(
-            data, config.loader, task.prepare, world.device, config.loader_workers, config.seed, world.node_cores
-        )
+    def load(data: Data, feed: Feed) -> Loader:
+        return make_loader(data, config.loader, task.prepare, world.device, config.loader_workers, config.seed, feed)
 
-    loader = load(train)
+    loader = load(train, feed)
     if suits_channels_last(model, config, sampler.global_batch // sampler.parts):
         notes += _lay_out_channels_last(model, trial)
     optimizer, more = make_task_optimizer(task, model, config)
@@ -181,6 +199,8 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
         accumulate=config.accumulate,
         at_once=grouping.at_once,
         measure_noise=measures_noise(config),
+        weights=sampler.weights,
+        stream=sampler.dealt,
         world=world,
     )
     if config.local_steps and parts.statistics.over_workers:
@@ -191,7 +211,8 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
         "unit": task.unit,
         "model": config.model or type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "data": getattr(train, "about", "") or f"{type(train).__name__} of {plural(count_samples(train), 'sample')}",
+        "data": describe_data(train, sampler.parts),
+        "sampling": weighted.describe(),
         "train_samples": count_samples(train),
         "validation_samples": sum(count_samples(data) for data in validation.values()),
         "loader": "on the device" if isinstance(loader, Resident) else "streamed",
@@ -211,12 +232,16 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
         forward=Forward(model, task.objective, loader, config.precision),
         update=Update(model, optimizer, rates, config, parts.engine.noise),
         train=loader,
-        validation_sets={name: ValidationSet(load(data), count_samples(data)) for name, data in validation.items()},
+        validation_sets={
+            name: ValidationSet(load(data, replace(feed, shards=1, own_shards=1, repeats=False)), count_samples(data))
+            for name, data in validation.items()
+        },
         data_sha256=data_sha256,
         contract=make_contract(config, world, sampler, rates.schedule, about),
         task_step=task.step,
         initial=initial,
         notes=notes,
+        varies=task.collate is not None,
     )
 
 
@@ -233,10 +258,12 @@ def _describe_limits(model: nn.Module, config: Config, sampler: Sampler) -> tupl
             notes.append(f"{flag(name)} does nothing with --schedule {config.schedule}: it belongs to --schedule {used}")
     if config.optimizer == "muon":
         notes.append(describe_split(model, config.rest))
+    if config.pin_memory == "on" and next(model.parameters()).device.type == "cpu":
+        notes.append("--pin-memory on does nothing: workers train on the CPU")
     return tuple(notes)
 
 
-def _describe_augmentation(task: Task, config: Config, train: Arrays | Dataset[Any]) -> str:
+def _describe_augmentation(task: Task, config: Config, train: Data) -> str:
     if task.prepare is None:
         return "none" if isinstance(train, Arrays) else "none by Paceline; the task's data set may have its own"
     if not isinstance(task.prepare, Images):
@@ -257,9 +284,10 @@ def _make_model(trial: Trial) -> tuple[nn.Module, Grouping, tuple[str, ...]]:
     why, note = trial.try_prepare() if parts > 1 else ("", "")
     notes += (note,) if note else ()
     if grouping.at_once > 1 and not grouping.one_pass:
-        why = any_reason(world, why or trial.try_model(model))
+        why = any_reason(world, _ALONE if trial.task.collate is not None else why or trial.try_model(model))
         if why and config.parts_at_once:
-            notes += (f"--parts-at-once {config.parts_at_once}: {why}, so the model depends on the number of workers",)
+            depends = f"--parts-at-once {config.parts_at_once}: {why}, so the model depends on the number of workers"
+            notes += () if config.reduce == "exact" else (depends,)  # exact mode has the same groups on any number
         elif why:
             grouping = Grouping(1, f"in turn: {why}")
     if world.device.type == "cpu":
@@ -338,9 +366,9 @@ def _lay_out_channels_last(model: nn.Module, trial: Trial) -> tuple[str, ...]:
     return (f"convolutions keep torch's default layout instead of channels-last: {why}",)
 
 
-def _model(config: Config, task: Task, train: Arrays | Dataset[Any]) -> nn.Module:
+def _model(config: Config, task: Task, train: Data) -> nn.Module:
     """The model `--model` names, for the shape of this data's images."""
-    sample = train[0]
+    sample = StreamReader(train, 1, config.seed)[0] if isinstance(train, Stream) else train[0]
     first = sample[0] if isinstance(sample, tuple | list) and sample else sample
     if not isinstance(first, Tensor | np.ndarray):
         raise UsageError(

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from paceline.config import Config
 from paceline.core.keys import key, seed_sample
+from paceline.core.stream import Stream, StreamReader
 from paceline.data.conversion import name_type
 from paceline.data.loaders import Arrays
 from paceline.dist.agree import check_agreement, fingerprints
@@ -41,6 +42,7 @@ _CAUSES = (
 )
 _Hashes = dict[str, str | None]
 _ITEMS = 16  # to compare in a Dataset, besides the first and the last
+_FIRST = 2  # to compare in a Stream
 _MOST_WORDS = 1 << 24  # of 8 bytes, compared per array: 128 MiB take 50 ms, all of Fashion-MNIST 17 ms
 _BLOCK = 512  # words compared together: a page of memory, so that a mapped file is not read as a whole
 
@@ -67,7 +69,8 @@ def load_data(task: Task, config: Config, world: World) -> tuple[Data, dict[str,
             digest.update(repr(_agree_on_items(data, which, config, world)).encode())
     if config.train_samples:
         if not isinstance(train, Arrays):
-            raise UsageError("--train-samples needs data in Arrays; use torch.utils.data.Subset for your Dataset instead")
+            fix = "Stream(..., samples=N)" if isinstance(train, Stream) else "torch.utils.data.Subset for your Dataset"
+            raise UsageError(f"--train-samples needs data in Arrays; use {fix} instead")
         if config.train_samples > count_samples(train):
             has = plural(count_samples(train), "training sample")
             raise UsageError(f"--train-samples is {config.train_samples}: task {task.name} has {has}")
@@ -133,10 +136,12 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return flat[:whole].view(torch.int64).view(-1, _BLOCK), flat[whole:]
 
 
-def _agree_on_items(data: Dataset[Any], which: str, config: Config, world: World) -> list[_Hashes]:
+def _agree_on_items(data: Stream | Dataset[Any], which: str, config: Config, world: World) -> list[_Hashes]:
     """Hashes of some items, without the fields that are not reproducible. Collective: call on every rank."""
     samples = _choose_items(count_samples(data), config.seed)
-    read = partial(_hash_items, data, samples, config.seed)
+    if isinstance(data, Stream):  # only its first samples can be read at once
+        samples = list(range(min(_FIRST, len(data))))
+    read = partial(_hash_items, StreamReader(data, 1, config.seed) if isinstance(data, Stream) else data, samples, config.seed)
     hashes = in_child(read) if config.loader_workers else None
     # A Dataset that failed in the child is read here, so that its own error shows.
     rows = world.gather(read() if hashes is None else hashes)

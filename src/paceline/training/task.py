@@ -11,11 +11,13 @@ from torch.optim import Optimizer
 
 from paceline.config import Config
 from paceline.core.step import Step
+from paceline.data.batching import Collate
 from paceline.data.conversion import name_type
 from paceline.data.loaders import Batch, Prepare
 from paceline.errors import SampleError, UsageError
 from paceline.training import task_fields
 from paceline.training.hooks import Hooks, check_hooks
+from paceline.training.sampling import Sampling, check_sampling
 from paceline.training.task_fields import Source
 
 Objective = Callable[[nn.Module, Batch], dict[str, Tensor]]
@@ -35,8 +37,8 @@ class Task:
     name: str
     """Used in the names of its records."""
     train: Source
-    """The training data: `Arrays` or a map-style Dataset, or a function that makes it. The function is called once in every
-    worker; the first worker of each node calls it before the others."""
+    """The training data: `Arrays`, a map-style Dataset or a `Stream`, or a function that makes it. The function is called once
+    in every worker; the first worker of each node calls it before the others."""
     validation: Source | Mapping[str, Source] | None = None
     """The validation data, or a function that makes it. A dict of several by name: the first is the main one, and metrics of
     the others are called "NAME/loss". None: the run has no validation, and its result no metrics."""
@@ -66,6 +68,14 @@ class Task:
     predict: Callable[[nn.Module, Batch], Any] | None = None
     """What `paceline predict` writes for a batch: a tensor, or a tuple or dict of tensors, one row per sample. It also gets
     data without labels. None: the "outputs" that the objective reports, or else `model(batch[0])`."""
+    collate: Collate | None = None
+    """Makes a batch of a list of samples, for samples that cannot be stacked: texts of different lengths. It runs in the loader
+    processes, in training and in validation. None: samples are stacked. Parts then run in turn, because what it does to a part
+    may depend on the other samples of the list."""
+    sampling: Sampling | None = None
+    """Draw the samples of an epoch with replacement: one weight per training sample, `balanced(labels)`, `Weighted(weights,
+    draws)`, or a function of the training data that returns one of these. The draws follow from (seed, epoch). None: an epoch
+    uses each sample once."""
     defaults: Mapping[str, Any] | Config = field(default_factory=dict)
     """Options (fields of Config) that suit this task; recipes and flags override them. Of a Config, the options that were
     passed to it count."""
@@ -108,6 +118,8 @@ class Task:
         task_fields.check_step(self.name, self.step)
         task_fields.check_predict(self.name, self.predict)
         object.__setattr__(self, "hooks", check_hooks(self.name, self.hooks))
+        task_fields.check_collate(self.name, self.collate)
+        check_sampling(self.name, self.sampling)
         object.__setattr__(self, "defaults", task_fields.check_defaults(self.name, self.defaults))
         for own in ("optimizer", "schedule"):
             task_fields.check_one_of(self.name, own, getattr(self, own), self.defaults)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.config import Config, check_options, names_with
+from paceline.core.stream import Stream
 from paceline.data.conversion import name_type
 from paceline.data.loaders import Arrays, KeyedPrepare
 from paceline.errors import UsageError, unknown
@@ -22,7 +23,7 @@ from paceline.hints import find_hint
 from paceline.options import Role
 from paceline.values import check_name, flag, short
 
-Data = Arrays | Dataset[Any]
+Data = Arrays | Stream | Dataset[Any]
 Source = Callable[[], Data] | Data
 """Data, or a function that makes it."""
 
@@ -33,6 +34,8 @@ _MEANT = {
     **dict.fromkeys(("net", "network", "module"), "model"),
     **dict.fromkeys(("training_step", "train_step", "step_fn"), "step"),
     **dict.fromkeys(("transform", "transforms", "augment", "preprocess"), "prepare"),
+    **dict.fromkeys(("collate_fn", "collator", "data_collator"), "collate"),
+    **dict.fromkeys(("sampler", "weights", "sample_weights", "class_weights", "train_sampler"), "sampling"),
     **dict.fromkeys(("config", "options", "hparams"), "defaults"),
     **dict.fromkeys(("optim", "optimizers", "opt", "configure_optimizers"), "optimizer"),
     **dict.fromkeys(("scheduler", "lr_scheduler", "schedulers", "lr_schedule"), "schedule"),
@@ -42,7 +45,7 @@ _MEANT = {
 """Names that other tools use, and the field that they mean here."""
 LENGTHS = ("steps", "epochs", "steps_per_epoch")
 """Parameters that a schedule function may have besides its first: the run's length."""
-_DATA_RULE = "give Arrays((inputs, targets)) or a map-style Dataset"
+_DATA_RULE = "give Arrays((inputs, targets)), a map-style Dataset or a Stream"
 
 
 def check_known(given: Iterable[str], known: Iterable[str]) -> None:
@@ -241,6 +244,12 @@ def check_predict(name: str, predict: Any) -> None:
         _check_call(name, "predict", predict, ("model", "batch"), "def predict(model, batch): return model(batch[0])")
 
 
+def check_collate(name: str, collate: Any) -> None:
+    """A function of a list of samples, or None."""
+    if collate is not None:
+        _check_call(name, "collate", collate, ("samples",), "def collate(samples): return batch")
+
+
 def check_defaults(name: str, defaults: Any) -> dict[str, Any]:
     """The options of a dict, or those that a Config was given."""
     if isinstance(defaults, Config):
@@ -282,14 +291,13 @@ def check_data(name: str, field: str, data: Any) -> Data:
         raise UsageError(f"{what} returned None: its function must return the data; is a `return` missing?{none}")
     if isinstance(data, DataLoader):
         raise UsageError(
-            f"{what} is a DataLoader: give its Dataset instead; --global-batch and --loader-workers replace its options, and"
-            " prepare does what needs a whole batch"
+            f"{what} is a DataLoader: give its Dataset instead, and its collate_fn as Task(collate=...); --global-batch,"
+            " --loader-workers, --prefetch and --pin-memory replace its options"
         )
-    if isinstance(data, IterableDataset):
-        raise UsageError(
-            f"{what} is an IterableDataset, {type(data).__name__}: every sample must be visited once on any number of workers,"
-            " so give a map-style Dataset, with __len__ and __getitem__"
-        )
+    if isinstance(data, Stream):
+        return data
+    if isinstance(data, IterableDataset) or (hasattr(data, "num_shards") and not hasattr(type(data), "__getitem__")):
+        return _as_stream(what, data)
     if isinstance(data, Tensor | np.ndarray):
         raise UsageError(f"{what} is {name_type(data)}: give Arrays((x,)), or Arrays((x, y)) with targets")
     if isinstance(data, tuple) and any(isinstance(item, Tensor | np.ndarray) for item in data):
@@ -305,6 +313,18 @@ def check_data(name: str, field: str, data: Any) -> Data:
         if own is None or own is getattr(Dataset, method, None):
             raise UsageError(f"{what} is {name_type(data)} without {method}, which must return {purpose}: {_DATA_RULE}")
     return cast(Data, data)
+
+
+def _as_stream(what: str, data: Any) -> Data:
+    """A stream of an iterable data set, which must know its length."""
+    try:
+        samples = len(data)
+    except (TypeError, NotImplementedError):
+        raise UsageError(
+            f"{what} is an iterable data set, {type(data).__name__}, without __len__: say how many samples an epoch has, as in"
+            f" {what.rpartition(' ')[2]}=Stream(data, samples=N)"
+        ) from None
+    return Stream(data, samples, about=type(data).__name__)
 
 
 def check_length(name: str, field: str, data: Data) -> None:

@@ -13,13 +13,15 @@ from paceline.output import plural
 from paceline.settings import write_setting
 
 
-def make_steps(config: Config, world: World, samples: int) -> tuple[Sampler, Schedule]:
+def make_steps(
+    config: Config, world: World, samples: int, weights: Any = None, dealt: bool = False
+) -> tuple[Sampler, Schedule]:
     """The steps and learning rates that follow from the configuration, the number of workers and the number of samples."""
     parts = config.virtual_workers or world.size
     check_parts(parts, world.size)
     check_comparable(config, parts)
     global_batch = config.global_batch or config.reference_batch * parts
-    sampler = Sampler(samples, global_batch, parts, config.seed)
+    sampler = Sampler(samples, global_batch, parts, config.seed, weights, dealt)
     schedule = make_schedule(
         config,
         k=global_batch / config.reference_batch,

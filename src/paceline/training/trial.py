@@ -17,7 +17,7 @@ from paceline.config import Config
 from paceline.core.keys import key, random_state, seed_all
 from paceline.core.sampler import Sampler
 from paceline.data.augment import Images
-from paceline.data.loaders import Arrays, Batch, make_loader, tensors_in
+from paceline.data.loaders import Arrays, Batch, Feed, make_loader, tensors_in
 from paceline.dist.world import World
 from paceline.errors import first_line
 from paceline.training.task import Task, is_classify
@@ -35,6 +35,7 @@ class Trial:
     config: Config
     sampler: Sampler
     world: World
+    feed: Feed
 
     def try_prepare(self) -> tuple[str, str]:
         """Why the task's `prepare` needs parts in turn, and a note if it is not reproducible; "" for neither."""
@@ -106,7 +107,9 @@ class Trial:
         self, samples: list[np.ndarray], before: Callable[[int], None] = lambda i: None, epoch: int | None = 0
     ) -> Iterator[list[Batch]]:
         processes = 0 if isinstance(self.data, Arrays) else min(1, self.config.loader_workers)
-        loader = make_loader(self.data, "streaming", self.task.prepare, self.world.device, processes, self.config.seed)
+        loader = make_loader(
+            self.data, "streaming", self.task.prepare, self.world.device, processes, self.config.seed, self.feed
+        )
         try:
             yield list(loader.batches(samples, epoch, before))
         finally:

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import Dataset
 
 from harness.processes import children
-from paceline.data import loaders
-from paceline.data.loaders import Streaming
+from paceline.data import processes
+from paceline.data.loaders import Feed, Streaming
 from unit.data.test_loaders import CPU, INDICES, Noisy
 
 
@@ -81,11 +81,11 @@ STUCK = os.pipe()
 
 
 def test_a_process_that_hangs_is_killed(monkeypatch):
-    monkeypatch.setattr(loaders, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(processes, "_CLOSE_S", 0.2)
     loader = Streaming(Stuck(), None, CPU, 2, 0)
     loader.start()
-    loader._sampler.set_epoch(INDICES, 0)
-    iter(loader._loader)
+    loader._samplers[0].set_epoch(INDICES, 0)
+    iter(loader._lanes[0])
     os.read(STUCK[0], 1)
     loader.close()
     assert not children(os.getpid())
@@ -132,7 +132,7 @@ def test_a_bound_workers_loaders_may_use_all_cores():
     os.sched_setaffinity(0, {min(every)})
     try:
         for cores, expected in ((None, 1), (every, len(every))):
-            (batch,) = Streaming(Where(), None, CPU, 1, 0, cores).batches([np.array([4, 2])], 0)
+            (batch,) = Streaming(Where(), None, CPU, 1, 0, Feed(cores=cores)).batches([np.array([4, 2])], 0)
             assert batch.tolist() == [expected] * 2
     finally:
         os.sched_setaffinity(0, every)

@@ -18,6 +18,7 @@ from paceline.data.augment import Images
 from paceline.data.loaders import Arrays
 from paceline.errors import UsageError
 from paceline.training import tasks
+from paceline.training.sampling import balanced
 from paceline.training.task import Task, classify
 
 X, Y = torch.randn(32, 5, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 3
@@ -89,7 +90,7 @@ def run(**fields: Any) -> Any:
         ({"model": "resnet"}, r"model is text, 'resnet': .*leave it out, and give classes=N and defaults=\{'model': NAME\}"),
         ({"model": 3}, r"model is an int: it must be a function; write model=lambda: Net\(...\)"),
         ({"model": Wide}, r"model, Wide\(width.*cannot be called with no arguments .*write model=lambda: Wide\(...\)"),
-        ({"train": None}, r"train is None: give Arrays\(\(inputs, targets\)\) or a map-style Dataset, or a function"),
+        ({"train": None}, r"train is None: give Arrays\(\(inputs, targets\)\), a map-style Dataset or a Stream, or a function"),
         ({"train": Net()}, "train is a Net: give Arrays"),
         ({"train": nn.Sequential()}, "train is a Sequential: give Arrays"),
         ({"train": "data/"}, "train is text: give Arrays"),
@@ -99,10 +100,21 @@ def run(**fields: Any) -> Any:
         ({"train": [Items(), Items()]}, "train is a list of 2 data sets: give one of them"),
         (
             {"train": DataLoader(Items())},
-            "train is a DataLoader: give its Dataset instead; --global-batch and",
+            r"train is a DataLoader: give its Dataset instead, and its collate_fn as Task\(collate=...\); --global-batch",
         ),
         ({"validation": DataLoader(Items())}, "validation is a DataLoader: give its Dataset"),
-        ({"train": Stream()}, "is an IterableDataset, Stream: every sample must be visited once .*__len__ and __getitem__"),
+        ({"train": Stream()}, r"is an iterable data set, Stream, without __len__: .* as in train=Stream\(data, samples=N\)"),
+        ({"validation": Stream()}, r"validation is an iterable data set, .* as in validation=Stream\(data, samples=N\)"),
+        ({"collate": 3}, "collate is an int: it must be a function; write def collate"),
+        ({"collate": lambda a, b: a}, "collate, .* cannot be called with \\(samples\\)"),
+        ({"sampling": "balanced"}, r"sampling is text: give one weight per training sample, balanced\(labels\), or a function"),
+        ({"sampling": [1.0, -1.0]}, "the weight of sample 1 is -1: weights must be finite and not negative"),
+        ({"sampling": [0, 0]}, "all weights for sampling are 0"),
+        ({"sampling": [[1.0], [1.0]]}, r"the weights for sampling have shape \(2, 1\)"),
+        ({"sampling": 3}, "sampling is an int"),
+        ({"sampling": balanced}, r"sampling=balanced is not called: write sampling=balanced\(labels\)"),
+        ({"collate_fn": list}, "Task has no field 'collate_fn': did you mean 'collate'"),
+        ({"sampler": [1.0]}, "Task has no field 'sampler': did you mean 'sampling'"),
         ({"train": Endless()}, "is an Endless without __len__, which must return the number of samples"),
         ({"train": 3}, "is an int without __len__"),
         ({"train": (X, Y[:3])}, "have 32, 3 samples: they must have the same length"),
@@ -155,7 +167,7 @@ def test_a_task_checks_itself(fields: dict[str, Any], words: str) -> None:
         ({"train": lambda: Items}, "train is the class Items: give Arrays"),
         ({"train": lambda: X}, "train is a Tensor: give Arrays"),
         ({"train": lambda: DataLoader(Items())}, "train is a DataLoader: give its Dataset"),
-        ({"train": Stream}, "is an IterableDataset, Stream"),
+        ({"train": Stream}, "is an iterable data set, Stream, without __len__"),
         ({"train": Endless}, "is an Endless without __len__"),
         ({"train": lambda: iter([])}, "is a list_iterator without __len__"),
         ({"train": Counted(0)}, "its training data is empty, a Counted of 0 samples: check for a wrong folder"),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.parts import Step
-from paceline.data.loaders import Inputs
+from paceline.data.loaders import Inputs, tensors_in
 from paceline.dist.agree import any_reason
 from paceline.errors import PacelineError, first_line
 from paceline.output import stages
@@ -158,6 +158,9 @@ class _Trials:
         run.model.train()
         step.update.begin(self.at)
         full = self._case(0)
+        why = any_reason(run.world, self._shapes_differ(full)) if run.varies else ""
+        if why:
+            return None, why
         self.kept = Kept(run)
         for _ in range(_warm_ups(run)):
             before = self._run_plain(full)
@@ -209,6 +212,15 @@ class _Trials:
         samples = [item.samples for item in step.passes]
         inputs = list(run.train.inputs(samples, self.epoch, lambda i: run.parts.seed(self.at, step.passes[i])))
         return _Case(step, inputs, partial(run.parts.seed, self.at, step.passes[0]))
+
+    def _shapes_differ(self, full: _Case) -> str:
+        """Why batches of the task's own collate cannot share a graph. Two more steps are looked at."""
+        shapes = [tensor.shape for tensor in tensors_in(full.inputs)]
+        for number in range(1, min(3, self.run.sampler.full_steps)):
+            others = [tensor.shape for tensor in tensors_in(self._case(number).inputs)]
+            if others != shapes:
+                return "batches of the task's collate differ in shape from step to step, and a graph has one shape"
+        return ""
 
     def _body(self, case: _Case, weighted: Weighted | None = None) -> Body:
         return lambda inputs: self.step.run(case.step, iter(inputs), weighted)

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from harness.tokens import Y, per_batch, per_sample, tokens
-from harness.training import Trained, blobs, train_in
+from harness.training import ALONE, Trained, blobs, train_in
 from paceline.data.loaders import Inputs, map_tensors, tensors_in
 from paceline.dist.world import World, world
 from paceline.training import loop, tasks, validation
@@ -389,3 +390,19 @@ def test_an_optimizer_that_counts_on_the_host_is_not_captured_and_starts_as_if_n
     same(plain, replayed)
     assert not CALLS
     assert "Counts keeps 'count' of its state on the host" in replayed.watcher.notes
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_batches_of_different_shapes_are_not_captured(varies: bool, replaying: None) -> None:
+    def collate(samples: list[Any]) -> Any:
+        longest = max(int(sample[0]) % 5 for sample in samples) if varies else 4
+        return torch.stack([torch.full((5 + longest,), float(sample[0])) for sample in samples])
+
+    def objective(model: Any, batch: Tensor) -> dict[str, Tensor]:
+        return {"loss": model(batch[:, :5] / 100).square().sum(1)}
+
+    numbers = TensorDataset(torch.arange(60))
+    task = replace(blobs(objective=objective, collate=collate), train=numbers, validation=None)
+    said = train_in(ALONE, task, {"global_batch": 4, "epochs": 1, "loader_workers": 0}).watcher.notes
+    assert any("batches of the task's collate differ in shape from step to step" in note for note in said) == varies, said
+    assert bool(CALLS) != varies
