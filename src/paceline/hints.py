@@ -99,7 +99,7 @@ TABLE = {
     ),
     # Precision, speed and bits
     "amp mixed-precision autocast bf16 bfloat16": "use {precision=bf16} (autocast in the forward pass; weights stay fp32)",
-    "fp16 float16 half": "fp16 is not available: use {precision=bf16} (autocast in the forward pass; weights stay fp32)",
+    "fp16 float16 half grad-scaler loss-scale": "use {precision=fp16} (autocast with a loss scale that adjusts itself)",
     "fp32 float32 no-amp": "use {precision=fp32}",
     "compile torch-compile jit": "use {fast=on} (on a GPU: the step as one CUDA graph, compiled; auto compiles if it pays off)",
     "deterministic reproducible": (

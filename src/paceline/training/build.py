@@ -113,7 +113,8 @@ class Run:
     def kept(self) -> dict[str, Tensor]:
         """What a step changes besides the model, its statistics and the optimizer's state, by name in a checkpoint."""
         noise = self.parts.engine.noise
-        return {**({} if noise is None else {"noise": noise.state}), **self.update.averages()}
+        scaler = self.update.scaler.tensors() if self.update.scaler is not None else {}
+        return {**({} if noise is None else {"noise": noise.state}), **self.update.averages(), **scaler}
 
 
 def build(task: Task, config: Config, world: World) -> Run:

@@ -30,6 +30,7 @@ from paceline.training.checkpoint.keeper import Keeper, Progress
 from paceline.training.local import LocalSteps, with_local_steps
 from paceline.training.meter import EpochMeans, Meter
 from paceline.training.observers import Observer, Result
+from paceline.training.scaler import Skips, read_report
 from paceline.training.step import Executor, TrainStep
 from paceline.training.task_checks import TaskChecks
 from paceline.training.timing.clock import Clock
@@ -113,6 +114,7 @@ class _Fit:
         self.run, self.observers, self.progress, self.keeper, self.watch = run, observers, progress, keeper, watch
         self.save_requested = self.stop_requested = self.check_due = False
         self.noise_scale: float | None = None
+        self.skips = Skips(self._say) if run.update.scaler is not None else None
         self.clock = make_clock(run)
         self.step = make_step(run, self.clock, watch, self._say, progress.step)
         self.health = Health(run, self.clock)
@@ -300,6 +302,11 @@ class _Fit:
             save, stop = values[MOST_METRICS:PAYLOAD]
             self.save_requested |= save > 0
             self.stop_requested |= stop > 0
+            scaled: dict[str, float] = {}
+            if self.skips is not None:
+                scaled = read_report(values)
+                if self.skips.read(values, metrics, step, step + 1 == end):
+                    continue
             self._check_finite(metrics["loss"], step, epoch)
             first, bounds = step - epoch * run.sampler.steps, run.sampler.step_bounds
             progress.means.add(metrics, int(bounds[first + 1] - bounds[first]))
@@ -307,7 +314,7 @@ class _Fit:
             if progress.first_loss is None:
                 progress.first_loss = metrics["loss"]
             progress.result = replace(progress.result, steps=step + 1)
-            noise = dict(zip(_NOISE, values[PAYLOAD:], strict=False))
+            noise = dict(zip(_NOISE, values[PAYLOAD:], strict=False)) if run.parts.engine.noise is not None else {}
             row = progress.rows.add(metrics | noise, run.config.log_every, step + 1 == end or step in self._corners)
             if row is not None:
                 row, lr = self._explain(row, run.update.schedule.lr(step))
@@ -315,7 +322,7 @@ class _Fit:
                 about = {"step": step + 1, "epoch": epoch + 1, "lr": lr}
                 time_s = progress.train_time_s + time.perf_counter() - begin
                 for observer in self.observers:
-                    observer.step({**about, "time_s": time_s, **row})
+                    observer.step({**about, "time_s": time_s, **row, **scaled})
 
     def _explain(self, row: Mapping[str, float], lr: float) -> tuple[dict[str, float], float]:
         """A row of means with the noise scale where it is measured, and the learning rate with AdaScale's gain."""

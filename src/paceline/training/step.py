@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from paceline.core.deal import Pass
@@ -98,7 +99,7 @@ class TrainStep:
         self.enter("update")
         self.update()
         self.enter("other")
-        return out
+        return out if self.update.scaler is None else torch.cat((out, self.update.scaler.report()))
 
     def enter(self, phase: str) -> None:
         """Tell the clock, and the watch for hung workers, what this worker does next."""
@@ -116,9 +117,12 @@ class TrainStep:
         return self.checks(batch, item) if self.checks.left else self.forward.values(batch, item)
 
     def _work(self, part: Part, given: Inputs, weighted: Weighted | None, share: float) -> tuple[Tensor, Tensor]:
-        out = weighted(given, share) if weighted else self.forward.weigh(self.values(given, part.item), share)
+        loss, metrics = weighted(given, share) if weighted else self.forward.weigh(self.values(given, part.item), share)
         self.enter("backward")
-        return out
+        return self._scaled(loss), metrics
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.update.scaler is None else self.update.scaler.scaled(loss)
 
     def _climbed(self, given: Inputs, item: Pass) -> AbstractContextManager[Any]:
         """With SAM, move the weights uphill; batch norm leaves its running statistics alone in the returned context."""
@@ -127,5 +131,5 @@ class TrainStep:
         values = self.forward.values(self.forward.make(given), item)
         if self.checks.left:
             self.forward.name_metrics(values, len(item.samples))
-        self._sam.climb(values["loss"].mean())
+        self._sam.climb(self._scaled(values["loss"].mean()))
         return self.parts.statistics.aside()

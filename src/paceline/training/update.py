@@ -9,6 +9,7 @@ from paceline.core.noise import Noise
 from paceline.core.schedules import Schedule
 from paceline.training.ema import Ema
 from paceline.training.gradients import Jitter
+from paceline.training.scaler import Scaler
 
 
 class Update:
@@ -25,6 +26,9 @@ class Update:
         self._adascale = noise if config.lr_rule == "adascale" else None
         self._jitter = Jitter(trained, config.gradient_noise, config.seed) if config.gradient_noise else None
         self.ema = Ema(model, config.ema) if config.ema else None
+        self.scaler = Scaler(device) if config.precision == "fp16" else None
+        if noise is not None and self.scaler is not None:
+            noise.unit = self.scaler.scale
         scales = {group.setdefault("lr_scale", 1.0) for group in optimizer.param_groups}
         reads_tensors = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         self.lrs: dict[float, Tensor] = {}
@@ -48,6 +52,8 @@ class Update:
 
     def __call__(self, averages: bool = True) -> None:
         """The optimizer's step. `averages=False` leaves the averaged weights alone."""
+        if self.scaler is not None:
+            self.scaler.unscale(self._parameters)
         if self._clip_norm:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         if self._jitter is not None:
@@ -58,7 +64,10 @@ class Update:
                 tensor.mul_(gain)
             for group in () if self.lrs else self.optimizer.param_groups:
                 group["lr"] *= float(gain)
-        self.optimizer.step()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         if averages and self.ema is not None:
             self.ema.update()
