@@ -101,6 +101,7 @@ class Parts:
         units = [len(group) for groups in dealt for group in groups] if measure_noise else None
         self.engine = Engine(model, self.sampler, self.world, exact=self.exact, units=units)
         self.statistics = Statistics(model, self.groups, parts)
+        self.engine.around_backward = self.statistics.recomputing
 
     @property
     def virtual_workers(self) -> int:

@@ -101,7 +101,8 @@ class LocalSteps:
             values = plain.values(given, item)
             plain.enter("backward")
             loss, means = plain.forward.weigh(values, 1.0)
-            (loss * (len(item.samples) / samples)).backward()  # type: ignore[no-untyped-call]
+            with plain.parts.statistics.recomputing():
+                (loss * (len(item.samples) / samples)).backward()  # type: ignore[no-untyped-call]
             row[: len(means)] += means * (len(item.samples) / step_samples)
         plain.enter("update")
         plain.update(averages=False)  # the averaged weights take in the mean over all parts, not one part's weights

@@ -131,5 +131,6 @@ class TrainStep:
         values = self.forward.values(self.forward.make(given), item)
         if self.checks.left:
             self.forward.name_metrics(values, len(item.samples))
-        self._sam.climb(self._scaled(values["loss"].mean()))
+        with self.parts.statistics.recomputing():
+            self._sam.climb(self._scaled(values["loss"].mean()))
         return self.parts.statistics.aside()
