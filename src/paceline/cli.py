@@ -30,6 +30,7 @@ from paceline.output import close_output, is_terminal, open_output, reader_is_go
 VERBS = {
     "train": ("paceline.training.verb", "Train a task on any number of workers."),
     "scale": ("paceline.scale.verb", "Measure images/s on 1, 2, 4 ... workers, how far that is from linear, and why."),
+    "lr-find": ("paceline.lr_find.verb", "Recommend a learning rate from a short run in which it grows."),
     "runs": ("paceline.runs", "List records: status, accuracy, images/s."),
     "report": ("paceline.report.verb", "Write one self-contained HTML page about records, studies and scalings."),
     "board": ("paceline.board.verb", "Show records live in a browser: list, compare and follow runs."),
@@ -43,12 +44,13 @@ VERBS = {
 }
 """The module and the one-line summary of each verb."""
 
-_TRAINING = ("train", "scale", "advise", "rehearse", "study")
+_TRAINING = ("train", "lr-find", "scale", "advise", "rehearse", "study")
 
 _EXAMPLES = """examples:
   paceline train fashion-mnist-mini --workers 2
   paceline train my_task.py --epochs 10 --global-batch 1024
   torchrun --nproc-per-node 4 -m paceline train fashion-mnist
+  paceline lr-find my_task.py
   paceline study my_study.toml
   paceline rehearse fashion-mnist --workers 64
   paceline scale fashion-mnist --workers 1,2,4

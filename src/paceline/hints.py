@@ -18,6 +18,12 @@ _PART = "global batch / virtual workers"
 TABLE = {
     # Learning rate and optimizer
     "lr learning-rate": "use {base_lr} (the learning rate at {reference_batch}; {lr_rule} scales it with {global_batch})",
+    "lr-find lr-finder auto-lr-find auto-lr find-lr lr-range-test": (
+        "not an option of a run: paceline lr-find TASK recommends a {base_lr}"
+    ),
+    "gradient-checkpointing activation-checkpointing checkpoint-activations": (
+        "not an option: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in your model"
+    ),
     "scheduler lr-scheduler lr-schedule lr-scheduler-type sched": (
         "use {schedule} (constant, linear, cosine, one-cycle or step)"
     ),
@@ -143,6 +149,7 @@ VERBS = {
     "ls list history show": "paceline runs",
     "bench benchmark speed": "paceline scale TASK",
     "sweep tune search compare": "paceline study STUDY.toml",
+    "lr_find lrfind lr-finder lr_finder find-lr find_lr auto-lr-find auto_lr_find lr-range-test": "paceline lr-find TASK",
     "predict cost": "paceline plan RECORD --cluster NAME",
     "check env info": "paceline doctor",
     "download fetch datasets": "paceline data fetch",

@@ -143,7 +143,7 @@ def lists_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _look(config: Config, world: World, try_it: Try) -> dict[str, Any]:
-    """What one worker finds: whether bf16 or fp16 pays off on its device, a crash, a note. On CPUs, one worker per node tries."""
+    """What one worker finds: whether bf16 or fp16 pays off on its device, a crash, a note. One CPU worker per node tries."""
     if world.device.type == "cuda":
         capability = torch.cuda.get_device_capability(world.device)
         return {"pays": capability >= (8, 0), "fp16": capability >= (7, 0), "crash": "", "note": ""}

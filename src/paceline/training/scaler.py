@@ -1,8 +1,8 @@
 """The loss scale of `--precision fp16`.
 
 Small gradients are zero in float16. So the loss is multiplied by a scale before the backward pass, and the gradients are
-divided by it after the reduction. If a gradient overflows, the step is skipped and the scale is halved; after 2,000 steps without an
-overflow it is doubled (Micikevicius et al. 2018, arXiv:1710.03740; the numbers are those of torch's GradScaler).
+divided by it after the reduction. If a gradient overflows, the step is skipped and the scale is halved; after 2,000 steps
+without an overflow it is doubled (Micikevicius et al. 2018, arXiv:1710.03740; the numbers are those of torch's GradScaler).
 
 Whether to skip is decided from the reduced gradients, which are equal on all workers. The scale is a power of two, so it rounds
 nothing. All of it stays in tensors on the device: a step does not wait for it, and a CUDA graph can contain it.
