@@ -98,11 +98,14 @@ def _is_complete(optimizer: Optimizer) -> bool:
 
 
 def _state(optimizer: Optimizer) -> list[Tensor]:
-    """The tensors that a step changes: weights, and state, of which views (optim/flat.py) count as the buffer they share."""
+    """The tensors that a step changes: weights, and state, of which views (optim/flat.py) count as the buffer they share.
+
+    Without state on the host, such as the step count of a plain Adam, which counts skipped steps too.
+    """
     weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     found = weights + [value if value._base is None else value._base for value in states]
-    return list({id(tensor): tensor for tensor in found}.values())
+    return list({id(tensor): tensor for tensor in found if tensor.device == weights[0].device}.values())
 
 
 class Skips:
