@@ -96,7 +96,7 @@ def _launch(task: str, options: Mapping[str, Any], sweep: Mapping[str, Any], lau
 
 
 def _report(task: str, folder: Path, found: Mapping[str, Any], sweep: Mapping[str, Any]) -> None:
-    """Write the result and the picture, print the curve and the recommendation. Raises an error if there is none."""
+    """Write the result and the picture, print the curve and the recommendation. Raises an error without a recommendation."""
     points, contract = found["points"], found["contract"]
     advice = recommend(points, found["exploded"])
     base_lr = None if advice is None else _round(advice.lr / scale_lr(1.0, contract["k"], contract["lr_rule"]))
