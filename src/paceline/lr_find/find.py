@@ -9,7 +9,7 @@ torch.
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,18 @@ from paceline.files import write_file, write_json
 from paceline.flags import to_flags
 from paceline.lr_find.picture import draw
 from paceline.lr_find.rule import RULE, Advice, Point, recommend
-from paceline.options import Role
+from paceline.options import Role, option_of
 from paceline.output import make_table, plural
 from paceline.records import environment, name_for
 from paceline.toml import read_recipe
 
 FIRST, LAST, STEPS = 1e-5, 10.0, 100
-REFUSED = names_with(Role.WHOLE_RUN, Role.LENGTH) | {
-    *("base_lr", "schedule", "schedule_by", "warmup_epochs", "warmup_steps", "warmup_from"),
-    *("peak_at", "step_at", "step_factor"),
-    *("local_steps", "local_after", "ema", "checkpoint_every", "keep", "log_every"),
-}
+_SCHEDULE = next(field for field in fields(Config) if field.name == "schedule")
+REFUSED = names_with(Role.WHOLE_RUN, Role.LENGTH).union(
+    (field.name for field in fields(Config) if option_of(field).section == option_of(_SCHEDULE).section),
+    ("base_lr", "local_steps", "local_after", "ema"),
+    ("checkpoint_every", "keep", "log_every"),
+)
 """Options of a whole run, and of the learning rate that the test sets itself."""
 FILE, PICTURE = "lr-find.json", "lr-find.svg"
 _ROWS = 12
