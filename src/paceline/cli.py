@@ -32,6 +32,7 @@ VERBS = {
     "scale": ("paceline.scale.verb", "Measure images/s on 1, 2, 4 ... workers, how far that is from linear, and why."),
     "evaluate": ("paceline.evaluate", "Evaluate a trained model on its validation data, or on other data."),
     "predict": ("paceline.predict", "Write a trained model's predictions to a file, in sample order."),
+    "lr-find": ("paceline.lr_find.verb", "Recommend a learning rate from a short run in which it grows."),
     "runs": ("paceline.runs", "List records: status, accuracy, images/s."),
     "report": ("paceline.report.verb", "Write one self-contained HTML page about records, studies and scalings."),
     "board": ("paceline.board.verb", "Show records live in a browser: list, compare and follow runs."),
@@ -45,7 +46,7 @@ VERBS = {
 }
 """The module and the one-line summary of each verb."""
 
-_TRAINING = ("train", "evaluate", "predict", "scale", "advise", "rehearse", "study")
+_TRAINING = ("train", "evaluate", "predict", "lr-find", "scale", "advise", "rehearse", "study")
 
 _EXAMPLES = """examples:
   paceline train fashion-mnist-mini --workers 2
@@ -53,6 +54,7 @@ _EXAMPLES = """examples:
   torchrun --nproc-per-node 4 -m paceline train fashion-mnist
   paceline evaluate runs/demo
   paceline predict runs/demo --to predictions.npz
+  paceline lr-find my_task.py
   paceline study my_study.toml
   paceline rehearse fashion-mnist --workers 64
   paceline scale fashion-mnist --workers 1,2,4

@@ -190,8 +190,9 @@ class Config(RemembersGiven):
     """Whether a smaller (min) or a larger (max) value of --monitor is better. auto: min for losses and errors, else max."""
     stop_after: int = _run(0, Role.TIMING, Role.STOP, Role.WHOLE_RUN, at_least=0)
     """Stop after N epochs in which --monitor did not improve (0: train to the end)."""
-    precision: Literal["auto", "fp32", "bf16"] = _run("auto", Role.MODEL, Role.COMMON)
-    """bf16 runs the forward pass under autocast; weights and optimizer stay fp32. auto: bf16 on devices made for it."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = _run("auto", Role.MODEL, Role.COMMON)
+    """bf16 and fp16 run the forward pass under autocast; weights and optimizer stay fp32. fp16 also scales the loss. auto: bf16
+    on devices made for it, else fp16 on GPUs made for that (V100, T4), else fp32."""
     fast: Literal["auto", "on", "off"] = _run("auto", Role.ROUNDING)
     """The fast step: channels-last convolutions, fused optimizers and, on a GPU, the whole step as one CUDA graph, compiled if
     the run is long enough for that to pay off (on: always, but never in exact mode). If a model does not allow it, a line says

@@ -18,6 +18,12 @@ _PART = "global batch / virtual workers"
 TABLE = {
     # Learning rate and optimizer
     "lr learning-rate": "use {base_lr} (the learning rate at {reference_batch}; {lr_rule} scales it with {global_batch})",
+    "lr-find lr-finder auto-lr-find auto-lr find-lr lr-range-test": (
+        "not an option of a run: paceline lr-find TASK recommends a {base_lr}"
+    ),
+    "gradient-checkpointing activation-checkpointing checkpoint-activations": (
+        "not an option: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in your model"
+    ),
     "scheduler lr-scheduler lr-schedule lr-scheduler-type sched": (
         "use {schedule} (constant, linear, cosine, one-cycle or step)"
     ),
@@ -105,7 +111,7 @@ TABLE = {
     ),
     # Precision, speed and bits
     "amp mixed-precision autocast bf16 bfloat16": "use {precision=bf16} (autocast in the forward pass; weights stay fp32)",
-    "fp16 float16 half": "fp16 is not available: use {precision=bf16} (autocast in the forward pass; weights stay fp32)",
+    "fp16 float16 half grad-scaler loss-scale": "use {precision=fp16} (autocast with a loss scale that adjusts itself)",
     "fp32 float32 no-amp": "use {precision=fp32}",
     "compile torch-compile jit": "use {fast=on} (on a GPU: the step as one CUDA graph, compiled; auto compiles if it pays off)",
     "deterministic reproducible": (
@@ -169,6 +175,7 @@ VERBS = {
     "ls list history show": "paceline runs",
     "bench benchmark speed": "paceline scale TASK",
     "sweep tune search compare": "paceline study STUDY.toml",
+    "lr_find lrfind lr-finder lr_finder find-lr find_lr auto-lr-find auto_lr_find lr-range-test": "paceline lr-find TASK",
     "cost": "paceline plan RECORD --cluster NAME",
     "eval test validate val score": "paceline evaluate RECORD",
     "infer inference generate": "paceline predict RECORD --to FILE",

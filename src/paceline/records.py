@@ -43,7 +43,7 @@ COMPONENTS = ("input", "compute", "communication", "waiting", "optimizer", "othe
 ROW_FIELDS = frozenset(
     (
         *("kind", "step", "epoch", "time_s", "lr", "epoch_time_s", "samples_per_s"),
-        *("noise_scale", "gain", "gradient_variance", "gradient_square"),
+        *("noise_scale", "gain", "gradient_variance", "gradient_square", "loss_scale", "skipped_steps"),
     )
 )
 """Fields of step and epoch rows that Paceline writes: a task's metrics must not use these names."""

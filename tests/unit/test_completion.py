@@ -21,13 +21,15 @@ def test_every_verb_is_there_with_its_flags():
     assert "--seed" not in found["rehearse"], "hidden there"
     assert "--slot" not in found["study"]
     assert "--resume" not in found["scale"]
+    assert {"--from", "--to", "--steps"} < found["lr-find"]
+    assert "--base-lr" not in found["lr-find"], "it finds it"
 
 
 def test_choices_are_known():
     verbs = {verb.name: verb for verb in list_verbs()}
     values = {name: each.values for each in verbs["train"].flags for name in each.names}
     assert values["--reduce"] == ("fast", "exact")
-    assert values["--precision"] == ("auto", "fp32", "bf16")
+    assert values["--precision"] == ("auto", "fp32", "bf16", "fp16")
     assert values["--recipe"] == tuple(packaged_recipes())
     assert values["--model"] == tuple(names())
     assert values["--epochs"] == ()

@@ -103,7 +103,7 @@ def test_what_users_of_other_tools_type_is_answered(verb):
             "--fold",
             "cross-validation is not available: let task(fold) in your task file choose the samples, and train",
         ),
-        ("--fp16", "fp16 is not available: use --precision bf16"),
+        ("--fp16", "use --precision fp16 (autocast with a loss scale that adjusts itself)"),
         ("--LR", "use --base-lr"),
         ("--learning_rate", "use --base-lr"),
         ("--wrokers", "did you mean --workers?"),

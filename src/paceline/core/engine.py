@@ -109,6 +109,8 @@ class Engine:
         self.requests = torch.zeros(REQUESTS, device=world.device)
         """This worker's requests (to save, to stop): 1 for each."""
         self._requested = (False,) * REQUESTS
+        self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Makes the context of every backward pass."""
         self._unfinished = False
         """A step has begun and is not reduced."""
         self._measured: Noise | None = None
@@ -152,7 +154,8 @@ class Engine:
             total, metrics = self._wrapped(partial(work, share))
             self._check_weighted(len(metrics) > WEIGHT)
             carrier.begin_backward()
-            total.backward()
+            with self.around_backward():
+                total.backward()
             carrier.load(metrics, self.requests if final else None)
             if final and self.averages:
                 carrier.complete()
@@ -184,7 +187,8 @@ class Engine:
         for number, item in enumerate(passes):
             with self._apart():
                 total, _ = self._wrapped(partial(work, number, self.share(item, step_samples)))
-                total.backward()
+                with self.around_backward():
+                    total.backward()
         self.forget()
 
     def forget(self) -> None:

@@ -35,6 +35,8 @@ class Noise:
         self._spread = inverse - 1 / self._global_batch
         self.state = torch.zeros(2, dtype=torch.float64, device=device)
         """Smoothed tr(S) and |G|^2, both times 1 - 0.95^steps. That factor cancels in their ratio."""
+        self.unit: Tensor | None = None
+        """What all gradients are multiplied by; None: 1. A step with gradients that are not finite is left out then."""
         self._squares = torch.zeros(parts, dtype=torch.float64, device=device)
         self._before: dict[Tensor, Tensor] = {}
 
@@ -64,6 +66,8 @@ class Noise:
         whole = _square([p.grad for p in self.parameters if p.grad is not None])
         variance = (mean - whole) / self._spread
         now = torch.stack((variance, whole - variance / self._global_batch))
+        if self.unit is not None:
+            now = torch.where(now.isfinite().all(), now / self.unit.double().square(), self.state)
         self.state.lerp_(now, 1 - _SMOOTHING)
 
     def gain(self, reference_batch: int) -> Tensor:

@@ -114,6 +114,7 @@ class Parts:
         self.engine = Engine(model, self.sampler, self.world, exact=self.exact, units=units)
         self.statistics = Statistics(model, self.groups, parts)
         self._loader = None if loader is None else with_batches(loader, self._keyed(loader.dataset), PassSampler())
+        self.engine.around_backward = self.statistics.recomputing
 
     @property
     def virtual_workers(self) -> int:

@@ -31,6 +31,8 @@ class Statistics:
         self._own = [{name: cast(Tensor, layer._buffers[name]) for name in _NAMES} for layer in self._layers]
         self._rows = [[_repeat(own, len(group)) for group in groups] for own in self._own]
         self._grouped = [module for module in model.modules() if isinstance(module, PartNorm)]
+        self._moving = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+        self._scratch: dict[tuple[int, torch.Size], dict[str, Tensor]] = {}
         self.over_workers = any(spans_workers(module) for module in model.modules())
         """Some layer takes its statistics over the whole step, across workers."""
         self._views: dict[tuple[int, range], list[dict[str, Tensor]]] = {}  # one per kind of pass, made once
@@ -82,6 +84,31 @@ class Statistics:
         finally:
             for layer, buffers in zip(self._layers, used, strict=True):
                 layer._buffers.update(buffers)
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Layers called in this block do not move their running statistics. For backward passes: `torch.utils.checkpoint` calls
+        layers there again, and statistics must move once per pass.
+
+        Layers are pointed at scratch tensors, which cost no copy. In training a layer only writes to them; one in evaluation
+        mode reads its statistics, moves nothing and keeps them.
+        """
+        layers = [layer for layer in self._moving if layer.training]
+        used = [dict(layer._buffers) for layer in layers]
+        for layer, buffers in zip(layers, used, strict=True):
+            layer._buffers.update(self._scratch_like(layer, buffers))
+        try:
+            yield
+        finally:
+            for layer, buffers in zip(layers, used, strict=True):
+                layer._buffers.update(buffers)
+
+    def _scratch_like(self, layer: nn.Module, buffers: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        own = {name: cast(Tensor, buffers[name]) for name in _NAMES}
+        place = id(layer), own["running_mean"].shape
+        if place not in self._scratch:
+            self._scratch[place] = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+        return self._scratch[place]
 
     def rest(self) -> None:
         """Point the layers back at the model's own buffers."""

@@ -163,7 +163,8 @@ def judge_precision(facts: Facts) -> Iterator[Finding]:
         times = max(gpu["fp32_s"] / gpu["bf16_s"] for gpu in facts.gpus)
         if old:
             which = f"GPUs {', '.join(map(str, old))} have" if len(old) > 1 else f"GPU {old[0]} has"
-            text = f"{which} no bf16 units: --precision auto uses fp32"
+            instead = "fp16" if all(tuple(gpu["capability"]) >= (7, 0) for gpu in facts.gpus) else "fp32"
+            text = f"{which} no bf16 units: --precision auto uses {instead}"
             yield Finding("note", "precision", text)
         else:
             text = f"bf16, {times:.1f} times as fast as fp32 in matrix products: --precision auto uses it"

@@ -107,8 +107,12 @@ def _betas(config: Config) -> tuple[float, float]:
 
 
 def _fuses(groups: Groups, config: Config) -> bool | None:
-    """Whether to use one kernel for all parameters (a third less time, on a CPU too); None lets torch choose."""
-    return True if config.fast != "off" and all(p.is_floating_point() for group in groups for p in group["params"]) else None
+    """Whether to use one kernel for all parameters (a third less time, on a CPU too); None lets torch choose.
+
+    Fused kernels can also skip a step on the device, which fp16 needs.
+    """
+    wanted = config.fast != "off" or config.precision == "fp16"
+    return True if wanted and all(p.is_floating_point() for group in groups for p in group["params"]) else None
 
 
 def _on_gpu(groups: Groups) -> bool:

@@ -137,7 +137,8 @@ class Run:
     def kept(self) -> dict[str, Tensor]:
         """What a step changes besides the model, its statistics and the optimizer's state, by name in a checkpoint."""
         noise = self.parts.engine.noise
-        return {**({} if noise is None else {"noise": noise.state}), **self.update.averages()}
+        scaler = self.update.scaler.tensors() if self.update.scaler is not None else {}
+        return {**({} if noise is None else {"noise": noise.state}), **self.update.averages(), **scaler}
 
 
 def build(task: Task, config: Config, world: World, initial: Initial | None = None) -> Run:
@@ -145,9 +146,9 @@ def build(task: Task, config: Config, world: World, initial: Initial | None = No
 
     `initial` is what the run once started from (`--init-from`), if it now continues from a checkpoint.
     """
-    if task.step is not None:
-        check_step_options(config)
     precision, notes = choose_precision(config, world)
+    if task.step is not None:
+        check_step_options(replace(config, precision=precision))
     with deterministic(config.reduce == "exact"):
         run = _build(task, replace(config, precision=precision), world, initial)
     return replace(run, notes=(*notes, *run.notes), hooks=cast(tuple[Hooks, ...], task.hooks))

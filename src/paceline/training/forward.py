@@ -19,22 +19,23 @@ from paceline.training.task import Objective
 
 SPECIAL = "weight", "outputs"
 """Keys of the objective's dict that are not metrics."""
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Forward:
-    """Calls the task's objective on a batch, under autocast where bf16 is on."""
+    """Calls the task's objective on a batch, under autocast in bf16 and fp16."""
 
     def __init__(self, model: nn.Module, objective: Objective, loader: Loader, precision: str) -> None:
         self.model, self.objective, self._make = model, objective, loader.make
-        self._device, self._bf16 = next(model.parameters()).device, precision == "bf16"
+        self._device, self._kind = next(model.parameters()).device, _AUTOCAST.get(precision)
         self.names: tuple[str, ...] = ()
         """The objective's metrics in training, loss first: known after the first pass."""
         self.weighted = False
         """They are means by a weight of the objective's own."""
 
     def autocast(self) -> torch.autocast:
-        """bf16 where it is on; weights, gradients and optimizer state stay fp32."""
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16)
+        """bf16 or fp16 where it is on; weights, gradients and optimizer state stay fp32."""
+        return torch.autocast(self._device.type, self._kind or torch.bfloat16, enabled=self._kind is not None)
 
     def make(self, given: Inputs) -> Batch:
         """The batch of these inputs."""

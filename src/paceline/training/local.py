@@ -104,7 +104,8 @@ class LocalSteps:
             values = plain.values(given, item)
             plain.enter("backward")
             loss, means = plain.forward.weigh(values, 1.0, len(item.samples))
-            (loss * (len(item.samples) / samples)).backward()  # type: ignore[no-untyped-call]
+            with plain.parts.statistics.recomputing():
+                (loss * (len(item.samples) / samples)).backward()  # type: ignore[no-untyped-call]
             row[: len(means)] += means * (len(item.samples) / step_samples)
             own[: len(means)] += means * (len(item.samples) / samples)
         if plain.forward.weighted:

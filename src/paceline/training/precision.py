@@ -1,4 +1,7 @@
-"""Choose fp32 or bf16 for a run. On a CPU, a trial in a child process decides.
+"""Choose fp32, bf16 or fp16 for a run. On a CPU, a trial in a child process decides.
+
+A GPU's compute capability says what it is made for: bf16 from 8.0 on, fp16 from 7.0 on (V100, T4). On a CPU, fp16 is only for
+those who ask for it.
 
 A CPU's flags do not say whether bf16 works: some virtual machines list `amx_bf16`, but oneDNN's kernels die of SIGILL. So a
 child process runs a convolution and matrix products, forward and backward, under autocast, and times bf16 against fp32. The
@@ -58,32 +61,39 @@ class Trial:
         """Whether bf16 works and is clearly faster than fp32: a moment of load must not decide."""
         return self.ratio is not None and self.ratio <= _CLEARLY_FASTER
 
-    def describe(self) -> str:
+    def describe(self, kind: str = "bf16") -> str:
         """The result in words, such as `a trial of bf16 on this CPU was killed by SIGILL`."""
         if self.ratio is not None:
             found = f"took {self.ratio:.2g} times as long as fp32"
         else:
             found = f"was killed by {self.crash}" if self.crash else self.failure
-        return f"a trial of bf16 on this CPU {found}"
+        return f"a trial of {kind} on this CPU {found}"
 
 
 Try = Callable[[int, float], Trial]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def choose_precision(config: Config, world: World, try_it: Try | None = None) -> tuple[Precision, tuple[str, ...]]:
-    """The precision that `--precision` means here, and a note if bf16 was not chosen.
+    """The precision that `--precision` means here, and a note if a trial advises against it.
 
-    `auto` means bf16 if it is not slower on any worker's device. Raises a UsageError for `bf16` on a CPU where it crashes.
-    Collective: call on every rank; all get the same answer.
+    `auto` means bf16 if it is not slower on any worker's device, else fp16 if every worker has a GPU made for it. Raises a
+    UsageError for bf16 or fp16 on a CPU where it crashes. Collective: call on every rank; all get the same answer.
     """
+    if config.precision == "fp16" and config.local_steps:
+        raise UsageError(f"--precision fp16 {_LOCAL}: use --precision fp32, or bf16")
     if config.precision == "fp32":
         return "fp32", ()
-    looks = world.gather(_look(config, world, try_it or try_bf16))
-    found = world.broadcast(_decide(config.precision, looks) if looks else None)
+    looks = world.gather(_look(config, world, try_it or (try_fp16 if config.precision == "fp16" else try_bf16)))
+    found = world.broadcast(_decide(config, looks) if looks else None)
     if found["error"]:
         raise UsageError(found["error"])
-    return "bf16" if found["bf16"] else "fp32", tuple(found["notes"])
+    return found["chosen"], tuple(found["notes"])
+
+
+def try_fp16(threads: int, limit_s: float = TRIAL_S) -> Trial:
+    """Try fp16 on this CPU, or return what an earlier trial found."""
+    return try_bf16(threads, limit_s, code=_CODE.replace("torch.bfloat16", "torch.float16"))
 
 
 def try_bf16(threads: int, limit_s: float = TRIAL_S, *, code: str = "", again: bool = False) -> Trial:
@@ -94,7 +104,7 @@ def try_bf16(threads: int, limit_s: float = TRIAL_S, *, code: str = "", again: b
     if not again and (known := _known.get(name) or _read_cache(name)):
         _known[name] = known
         return known
-    stages.enter("trying bf16")
+    stages.enter("trying 16-bit numbers")
     found = _known[name] = run_trial(threads, code, limit_s)
     if not found.failure:  # next time a busy machine, or one without free memory, may have an answer
         _write_cache(name, {**asdict(found), "identity": identity})
@@ -133,29 +143,38 @@ def lists_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _look(config: Config, world: World, try_it: Try) -> dict[str, Any]:
-    """What one worker finds: whether bf16 pays off on its device, a crash, a note. On CPUs a node's first worker tries."""
+    """What one worker finds: whether bf16 or fp16 pays off on its device, a crash, a note. One CPU worker per node tries."""
     if world.device.type == "cuda":
-        return {"pays": torch.cuda.get_device_capability(world.device) >= (8, 0), "crash": "", "note": ""}
+        capability = torch.cuda.get_device_capability(world.device)
+        return {"pays": capability >= (8, 0), "fp16": capability >= (7, 0), "crash": "", "note": ""}
     if world.local_rank != 0:
-        return {"pays": True, "crash": "", "note": ""}
+        return {"pays": True, "fp16": False, "crash": "", "note": ""}
     if config.precision == "auto" and not lists_amx():
-        return {"pays": False, "crash": "", "note": ""}  # emulated bf16 took 27 times as long
+        return {"pays": False, "fp16": False, "crash": "", "note": ""}  # emulated bf16 took 27 times as long
     found = try_it(TRIAL_THREADS, min(TRIAL_S, config.timeout_s / 2))  # the other workers wait, at most timeout_s
     where = f" (node {world.node})" if world.nodes > 1 else ""
-    return {"pays": found.pays, "crash": found.crash, "note": found.describe() + where if not found.pays else ""}
+    note = found.describe("fp16" if config.precision == "fp16" else "bf16") + where if not found.pays else ""
+    return {"pays": found.pays, "fp16": False, "crash": found.crash, "note": note}
 
 
-def _decide(asked: str, looks: list[dict[str, Any]]) -> dict[str, Any]:
+def _decide(config: Config, looks: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine what all workers found, on rank 0."""
+    asked, error = config.precision, ""
     crash = next((look["note"] for look in looks if look["crash"]), "")
     note = crash or next((look["note"] for look in looks if look["note"]), "")
+    notes = [f"--precision {asked}: {note}; consider --precision fp32"] if note else []
     if asked == "auto":
-        bf16 = all(look["pays"] for look in looks)
-        return {"error": "", "bf16": bf16, "notes": [f"bf16 is off: {note}; using fp32"] if note else []}
-    if crash:
-        error = f"--precision bf16: {crash}, and so would the run; use --precision fp32{_avoid_amx()}"
-        return {"error": error, "bf16": False, "notes": []}
-    return {"error": "", "bf16": True, "notes": [f"--precision bf16: {note}; consider --precision fp32"] if note else []}
+        asked, notes = "fp32", [f"bf16 is off: {note}; using fp32"] if note else []
+        if all(look["pays"] for look in looks):
+            asked = "bf16"
+        elif all(look["fp16"] for look in looks):
+            asked, notes = ("fp32", [f"fp16 is off: it {_LOCAL}; using fp32"]) if config.local_steps else ("fp16", [])
+    elif crash:
+        error = f"--precision {asked}: {crash}, and so would the run; use --precision fp32{_avoid_amx()}"
+    return {"error": error, "chosen": asked, "notes": notes}
+
+
+_LOCAL = "cannot train with --local-steps, in which every part would need a loss scale of its own"
 
 
 def _avoid_amx() -> str:

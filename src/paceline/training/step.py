@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from paceline.core.deal import Pass
@@ -98,7 +99,7 @@ class TrainStep:
         self.enter("update")
         self.update()
         self.enter("other")
-        return out
+        return out if self.update.scaler is None else torch.cat((out, self.update.scaler.report()))
 
     def enter(self, phase: str) -> None:
         """Tell the clock, and the watch for hung workers, what this worker does next."""
@@ -117,9 +118,14 @@ class TrainStep:
 
     def _work(self, part: Part, given: Inputs, weighted: Weighted | None, share: float) -> tuple[Tensor, Tensor]:
         samples = len(part.item.samples)
-        out = weighted(given, share, samples) if weighted else self.forward.weigh(self.values(given, part.item), share, samples)
+        loss, metrics = (
+            weighted(given, share, samples) if weighted else self.forward.weigh(self.values(given, part.item), share, samples)
+        )
         self.enter("backward")
-        return out
+        return self._scaled(loss), metrics
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.update.scaler is None else self.update.scaler.scaled(loss)
 
     def _climbed(self, given: Inputs, item: Pass) -> AbstractContextManager[Any]:
         """With SAM, move the weights uphill; batch norm leaves its running statistics alone in the returned context."""
@@ -129,5 +135,6 @@ class TrainStep:
         if self.checks.left:
             self.forward.name_metrics(values, len(item.samples))
         loss, _ = self.forward.weigh(values, 1.0, len(item.samples))
-        self._sam.climb(loss)  # its length does not matter, so a weighted sum is as good as a mean
+        with self.parts.statistics.recomputing():
+            self._sam.climb(self._scaled(loss))  # its length does not matter, so a weighted sum is as good as a mean
         return self.parts.statistics.aside()

@@ -45,6 +45,10 @@ def check_options(config: Config) -> None:
         "gradient_noise": config.gradient_noise,
         "parts_at_once": config.parts_at_once > 1,
     }
+    if config.precision == "fp16":
+        raise UsageError(
+            "the task has its own step function, and fp16 needs a loss scale that only our step has: use --precision fp32 or bf16"
+        )
     for name, given in there.items():
         if given:
             shown = f"{flag(name)} adascale" if name == "lr_rule" else flag(name)

@@ -17,6 +17,7 @@ from paceline.training.checkpoint.keeper import FOLDER, Progress
 from paceline.training.divergence import check_step_loss
 from paceline.training.hook_calls import HookCalls
 from paceline.training.observers import Observer, Result
+from paceline.training.scaler import Skips, read_report
 
 _NOISE = ("gradient_variance", "gradient_square")
 
@@ -28,6 +29,7 @@ class Teller:
         self._run, self._observers, self._progress = run, observers, progress
         self.hooks = HookCalls(run)
         self._corners = run.update.schedule.corners()
+        self._skips = Skips(self.say) if run.update.scaler is not None else None
         self._noise_scale: float | None = None
         self._epoch_means: dict[str, float] = {}
 
@@ -51,6 +53,8 @@ class Teller:
             metrics, weight = run.forward.read(step, values)
             save, stop = values[PAYLOAD - REQUESTS : PAYLOAD]
             saves, stops = saves or save > 0, stops or stop > 0
+            if self._skips is not None and self._skips.read(values, metrics, step, step + 1 == end):
+                continue
             check_step_loss(run, progress, metrics["loss"], step, epoch)
             first, bounds = step - epoch * run.sampler.steps, run.sampler.step_bounds
             progress.means.add(metrics, int(bounds[first + 1] - bounds[first]) * weight)
@@ -58,14 +62,17 @@ class Teller:
             if progress.first_loss is None:
                 progress.first_loss = metrics["loss"]
             progress.result = replace(progress.result, steps=step + 1)
-            noise = dict(zip(_NOISE, values[PAYLOAD:], strict=False))
+            noise = dict(zip(_NOISE, values[PAYLOAD:], strict=False)) if run.parts.engine.noise is not None else {}
             row = progress.rows.add(metrics | noise, run.config.log_every, step + 1 == end or step in self._corners)
             if row is not None:
-                self._step_row(row, step, epoch, begin)
+                self._step_row({**row, **self._read_scale(values)}, step, epoch, begin)
             if self.hooks.has("on_step"):
                 known, lr = self._explain(metrics | noise, run.update.lr(step))
                 self.hooks.call("on_step", step=step + 1, epoch=epoch + 1, lr=lr, metrics=known)
         return saves, stops
+
+    def _read_scale(self, values: list[float]) -> dict[str, float]:
+        return {} if self._skips is None else read_report(values)
 
     def _step_row(self, means: Mapping[str, float], step: int, epoch: int, begin: float) -> None:
         found, lr = self._explain(means, self._run.update.lr(step))

@@ -14,6 +14,7 @@ from paceline.training.ema import Ema
 from paceline.training.gradients import Jitter
 from paceline.training.plain_state import find_changes, merge, snapshot
 from paceline.training.rates import Rates
+from paceline.training.scaler import Scaler
 
 _LATE = 64
 """Steps whose learning rate is remembered: metrics arrive a few steps late."""
@@ -39,6 +40,9 @@ class Update:
         """Whether the task makes the optimizer."""
         self._fresh = self._settings()
         self._lrs_begun: dict[int, float] = {}
+        self.scaler = Scaler(device) if config.precision == "fp16" else None
+        if noise is not None and self.scaler is not None:
+            noise.unit = self.scaler.scale
         reads_tensors = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         self.lrs: dict[Hashable, Tensor] = {}
         """The learning rates as tensors, so that the rate of a captured step can change. Groups with equal rates share one.
@@ -73,6 +77,8 @@ class Update:
 
     def __call__(self, averages: bool = True) -> None:
         """The optimizer's step. `averages=False` leaves the averaged weights alone."""
+        if self.scaler is not None:
+            self.scaler.unscale(self._parameters)
         if self._clip_norm:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         if self._jitter is not None:
@@ -83,7 +89,10 @@ class Update:
                 tensor.mul_(gain)
             for group in () if self.lrs else self.optimizer.param_groups:
                 group["lr"] *= float(gain)
-        self.optimizer.step()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self._not_held:
             parameter.grad = None

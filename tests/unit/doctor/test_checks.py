@@ -139,7 +139,7 @@ def test_bf16_on_gpus() -> None:
     (new,) = judge_precision(make_facts(GPU))
     assert (new.level, new.text) == ("ok", "bf16, 9.0 times as fast as fp32 in matrix products: --precision auto uses it")
     (old,) = judge_precision(make_facts(GPU, {**GPU, "capability": [7, 5]}))
-    assert (old.level, old.text) == ("note", "GPU 1 has no bf16 units: --precision auto uses fp32")
+    assert (old.level, old.text) == ("note", "GPU 1 has no bf16 units: --precision auto uses fp16")
 
 
 @pytest.mark.parametrize(

@@ -91,12 +91,36 @@ def test_asking_for_bf16_gets_it_where_it_works() -> None:
     assert choose("bf16", Trial(failure="did not finish in 60 s"))[0] == "bf16"
 
 
-@pytest.mark.parametrize(("capability", "chosen"), [((8, 0), "bf16"), ((9, 0), "bf16"), ((7, 5), "fp32")])
+@pytest.mark.parametrize(
+    ("capability", "chosen"), [((8, 0), "bf16"), ((9, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "fp32")]
+)
 def test_gpus_go_by_their_compute_capability(capability: tuple[int, int], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     gpu = replace(ALONE, device=torch.device("cuda", 0))
     assert choose("auto", here=gpu) == (chosen, ())
     assert choose("bf16", here=gpu) == ("bf16", ())
+    assert choose("fp16", here=gpu) == ("fp16", ())
+
+
+def test_fp16_is_never_automatic_on_a_cpu_and_refuses_local_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that train by themselves would need a scale each: refused if asked for, and auto is fp32 with a note."""
+    assert choose("auto") == ("fp32", ())
+    assert choose("fp16", Trial(ratio=0.5)) == ("fp16", ())
+    chosen, (note,) = choose("fp16", Trial(ratio=7.0))
+    assert (chosen, note) == (
+        "fp16",
+        "--precision fp16: a trial of fp16 on this CPU took 7 times as long as fp32; consider --precision fp32",
+    )
+    with pytest.raises(UsageError, match=r"--precision fp16: a trial of fp16 on this CPU was killed by SIGILL, and so would"):
+        choose("fp16", Trial(crash="SIGILL"))
+    with pytest.raises(
+        UsageError, match=r"--precision fp16 cannot train with --local-steps, .*: use --precision fp32, or bf16"
+    ):
+        choose("fp16", local_steps=2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    chosen, (note,) = choose("auto", here=replace(ALONE, device=torch.device("cuda", 0)), local_steps=2)
+    assert chosen == "fp32"
+    assert note.startswith("fp16 is off: it cannot train with --local-steps")
 
 
 def test_the_trial_has_one_thread_whatever_the_run_has_and_less_time_than_the_others_wait() -> None:

@@ -6,6 +6,7 @@ elsewhere, in a global or deeper within an object, cannot be detected.
 """
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from paceline.data.loaders import Inputs, leaves, map_tensors, tensors_in
@@ -95,11 +97,42 @@ def find_obstacle(body: Body, inputs: list[Inputs], model: nn.Module, objective:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            out = body(inputs)
+            with _checkpoints() as kept:
+                out = body(inputs)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    if kept:
+        return out, _KEEPS_RANDOM_STATE
     waits = next((w for w in caught if "synchronizing CUDA operation" in str(w.message)), None)
     return out, _obstacle(inputs, waits) or _change(before, host_state(model, objective))
+
+
+_KEEPS_RANDOM_STATE = (
+    "torch.utils.checkpoint keeps the state of the random numbers in every pass, which a graph cannot; if the layers in it draw"
+    " none, give it preserve_rng_state=False"
+)
+
+
+@contextmanager
+def _checkpoints() -> Iterator[list[str]]:
+    """The calls by which `torch.utils.checkpoint` reads the state of the GPU's random numbers in this block.
+
+    A graph would repeat the state of the recorded step: layers would drop other values in the backward pass than before.
+    """
+    found: list[str] = []
+    read = torch.cuda.get_rng_state
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        caller = sys._getframe(1).f_code.co_filename
+        if caller == torch.utils.checkpoint.__file__:
+            found.append(caller)
+        return read(*args, **kwargs)
+
+    torch.cuda.get_rng_state = watched
+    try:
+        yield found
+    finally:
+        torch.cuda.get_rng_state = read
 
 
 def _obstacle(inputs: list[Inputs], waits: warnings.WarningMessage | None) -> str:

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from paceline.data.loaders import map_tensors
 from paceline.errors import first_line
-from paceline.training.capture.graph import _change, _obstacle
+from paceline.training.capture.graph import _change, _checkpoints, _obstacle
 from paceline.training.host_state import host_state
 
 
@@ -90,3 +91,17 @@ def test_a_batch_must_be_tensors_on_the_gpu() -> None:
 def test_an_error_in_short() -> None:
     assert first_line(RuntimeError("\n  first\nsecond")) == "first"
     assert first_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_a_checkpoint_that_keeps_the_random_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only by torch.utils.checkpoint itself: others may look at the state."""
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: "state")
+    own: dict[str, Any] = {"torch": torch}
+    exec(compile("def look(): return torch.cuda.get_rng_state()", torch.utils.checkpoint.__file__, "exec"), own)
+    before = torch.cuda.get_rng_state
+    with _checkpoints() as found:
+        assert torch.cuda.get_rng_state() == "state"
+        assert not found
+        assert own["look"]() == "state"
+        assert len(found) == 1
+    assert torch.cuda.get_rng_state is before

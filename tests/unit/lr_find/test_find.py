@@ -1,0 +1,107 @@
+"""`paceline lr-find`: what it refuses, writes and prints."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline import cli
+
+TASK = """
+import torch
+from torch import nn
+from paceline import Arrays, Task, classify
+
+def points(count, seed):
+    random = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 3
+    centers = 3 * torch.randn(3, 5, generator=torch.Generator().manual_seed(7))
+    return Arrays((centers[labels] + torch.randn(count, 5, generator=random), labels))
+
+def task():
+    return Task(
+        name="points",
+        model=lambda: nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 3)),
+        train=lambda: points(200, 0),
+        objective=classify(),
+        defaults={"reference_batch": 16, "global_batch": 32, "base_lr": 0.1},
+    )
+"""
+
+
+@pytest.fixture(autouse=True)
+def task_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "points.py").write_text(TASK)
+    return tmp_path / "points.py"
+
+
+def test_it_prints_a_short_table_and_one_recommendation_and_writes_all_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["lr-find", "points.py", "--name", "x", "--steps", "80", "--to", "1000"]) == 0
+    out = capsys.readouterr().out
+    found = json.loads((tmp_path / "runs" / "x" / "lr-find.json").read_text())
+    points, advice = found["points"], found["advice"]
+    assert found["exploded"]
+    assert points[0]["lr"] == pytest.approx(1e-5)
+    assert points[1]["lr"] / points[0]["lr"] == pytest.approx(points[-1]["lr"] / points[-2]["lr"])
+    assert {"step", "lr", "loss", "smoothed"} == set(points[0])
+    assert advice["base_lr"] == pytest.approx(advice["lr"] / 2, rel=0.05), (
+        "global batch 32 is twice the reference, by rule linear"
+    )
+    assert f"recommended: --base-lr {advice['base_lr']:g} (a peak of " in out
+    assert "at global batch 32, by rule linear)" in out
+    assert "the rule: half of the learning rate with the lowest smoothed loss" in out
+    assert 8 <= sum(line[:1].isdigit() for line in out.splitlines()) <= 14, "a short table"
+    assert (tmp_path / "runs" / "x" / "lr-find.svg").read_text().startswith("<svg")
+    assert {path.name for path in (tmp_path / "runs" / "x").iterdir()} == {"lr-find.json", "lr-find.svg"}, (
+        "weights are not kept"
+    )
+
+
+def test_the_groups_of_an_optimizer_keep_their_ratio(tmp_path: Path) -> None:
+    for rest, name in (("0.1", "same"), ("0.01", "tenth")):
+        assert cli.run(["lr-find", "points.py", "--name", name, "--optimizer", "muon", "--rest-lr", rest]) == 0
+    one, other = (json.loads((tmp_path / "runs" / name / "lr-find.json").read_text())["points"] for name in ("same", "tenth"))
+    assert one[0] == other[0]  # no update has happened yet
+    assert one[30]["loss"] != other[30]["loss"]
+
+
+def test_a_task_that_does_not_learn_gets_no_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["lr-find", "points.py", "--name", "x", "--from", "1e-7", "--to", "1e-5"]) == 1
+    assert "no recommendation: the smoothed loss did not fall by 10% between 1e-07 and 1e-05" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--base-lr 0.1", "--base-lr does not apply to lr-find, which finds the learning rate: remove it"),
+        ("--schedule cosine", "--schedule does not apply to lr-find, which sets the learning rate of each step"),
+        ("--epochs 3", "--epochs does not apply to lr-find"),
+        ("--resume", "--resume does not apply to lr-find"),
+        ("--local-steps 2", "--local-steps does not apply to lr-find"),
+        ("--ema 0.9", "--ema does not apply to lr-find"),
+        ("--from 0", "--from is 0: a learning rate must be a positive number"),
+        ("--to nan", "--to is nan: a learning rate must be a positive number"),
+        ("--from 0.1 --to 0.5", "--to is 0.5: it must be at least 10 times --from (0.1)"),
+        ("--from x", "argument --from: invalid float value: 'x'"),
+        ("--steps 5", "--steps is 5: it must be between 20 and 100,000"),
+        ("--name taken", "exists: choose another --name"),
+        ("--min-lr 3", "unknown flag --min-lr"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    assert cli.run(["lr-find", "points.py", *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_recipe_may_have_a_schedule_and_a_length(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('epochs = 9\nschedule = "cosine"\nbase_lr = 0.2\noptimizer = "adamw"\n')
+    assert cli.run(["lr-find", "points.py", "--recipe", "r.toml", "--name", "x"]) == 0
+    contract = json.loads((tmp_path / "runs" / "x" / "lr-find.json").read_text())["contract"]
+    assert contract["optimizer"].startswith("adamw")
+    assert contract["schedule"].startswith("constant")
