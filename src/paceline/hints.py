@@ -19,7 +19,7 @@ TABLE = {
     # Learning rate and optimizer
     "lr learning-rate": "use {base_lr} (the learning rate at {reference_batch}; {lr_rule} scales it with {global_batch})",
     "scheduler lr-scheduler lr-schedule lr-scheduler-type sched": (
-        "use {schedule} (constant, linear, cosine, one-cycle or step)"
+        "use {schedule} (constant, linear, cosine, one-cycle or step; any other is Task(schedule=...))"
     ),
     "warmup warm-up warmup-ratio": (
         "use {warmup_epochs} or {warmup_steps} with {schedule=cosine}, linear or constant (one-cycle, the default, warms up by"
