@@ -25,7 +25,7 @@ TABLE = {
         "not an option: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in your model"
     ),
     "scheduler lr-scheduler lr-schedule lr-scheduler-type sched": (
-        "use {schedule} (constant, linear, cosine, one-cycle or step)"
+        "use {schedule} (constant, linear, cosine, one-cycle or step; any other is Task(schedule=...))"
     ),
     "warmup warm-up warmup-ratio": (
         "use {warmup_epochs} or {warmup_steps} with {schedule=cosine}, linear or constant (one-cycle, the default, warms up by"
