@@ -73,10 +73,11 @@ class Trial:
             with self._batches([self.sampler.order(0)[: self.sampler.global_batch // self.sampler.parts]]) as (batch,):
                 self._seed()
                 before = random_state(self.world.device)
-                loss = self.task.objective(model, batch)["loss"]
+                values = self.task.objective(model, batch)
                 if random_state(self.world.device) != before:
                     return "the model draws random numbers"
-                return "" if loss.dim() else "the loss is one number per batch"
+                mixes = isinstance(values, dict) and not values["loss"].dim()  # other mistakes show in the first step
+                return "the loss is one number per batch" if mixes else ""
         except Exception as error:
             return f"the model failed in a trial ({first_line(error)})"
         finally:

@@ -24,6 +24,7 @@ from paceline.core.in_order import gather_in_order
 from paceline.core.keys import key, seed_all
 from paceline.data.loaders import Inputs, map_tensors
 from paceline.errors import UsageError
+from paceline.output import plural
 from paceline.training.build import Run, ValidationSet
 from paceline.training.capture.captured import CapturedStep
 from paceline.training.capture.graph import Graph, compiler, find_obstacle
@@ -60,20 +61,21 @@ class Validation:
         run.model.train(was_training)
         return found
 
-    def check(self) -> None:
+    def check(self) -> str:
         """Raise a UsageError if `--target-accuracy` or the task's metrics cannot be measured: before the first step, not after
-        the first epoch.
+        the first epoch. Returns a note for the user, or "". Collective: call on every rank.
         """
         config, metrics = self._run.config, self._run.task.metrics
         if not config.target_accuracy and not metrics:
-            return
-        main = next(iter(self._sets.values()))
-        names = (*main.try_first(), *metrics)
+            return ""
+        found, note = next(iter(self._sets.values())).try_first()
+        names = (*found, *metrics)
         if config.target_accuracy and "accuracy" not in names:
             raise UsageError(
                 f"--target-accuracy: in validation this task's objective reports {', '.join(names)}, but no 'accuracy';"
                 " add it to the dict that the objective returns, or leave --target-accuracy out"
             )
+        return note
 
 
 class _Set:
@@ -130,15 +132,24 @@ class _Set:
                 step.mark("reduce")  # workers wait for each other to gather the outputs
             yield outputs
 
-    def try_first(self) -> tuple[str, ...]:
-        """The names of the metrics, by a trial of the first chunk: on every worker, so that all have the same error."""
-        chunk = np.arange(min(self._chunks.size, self._chunks.samples))
+    def try_first(self) -> tuple[tuple[str, ...], str]:
+        """The names of the objective's metrics, by a trial of the first chunk: on every worker, so that all have the same
+        error. Also a note if the task's metrics fail on it. That is not an error yet: they may need more samples.
+        """
+        chunk, note = np.arange(min(self._chunks.size, self._chunks.samples)), ""
         model = self._run.model.eval()
         with torch.no_grad():
-            for given in self._loader.inputs([chunk], None):
-                self._values([given], len(chunk))
+            (given,) = self._loader.inputs([chunk], None)
+            _, outputs = self._values([given], len(chunk))
         model.train()
-        return tuple(name for name in self._names if name != "weight")
+        if self._whole is not None:
+            self._whole.begin()
+            self._whole.feed(map_tensors(Tensor.cpu, outputs))
+            try:
+                self._whole.finish(self._run.world, {})
+            except UsageError as error:
+                note = f"in a trial on the first {plural(len(chunk), 'validation sample')}, {error}"
+        return tuple(name for name in self._names if name != "weight"), note
 
     def _replay(self, given: list[Inputs]) -> tuple[Tensor, Any] | None:
         """The same as `_values`, from the graph; None if it does not fit."""

@@ -21,7 +21,7 @@ def with_outputs(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Any]:
 
 
 def hits(found: Tensor, labels: Tensor, numbers: Tensor) -> float:
-    assert numbers.equal(torch.arange(41)), "the whole set, in sample order"
+    assert numbers.equal(torch.arange(41)) or len(numbers) == 10, "the whole set, in sample order, after a trial on one chunk"
     assert not torch.is_grad_enabled()
     return float((found == labels).double().mean())
 
@@ -121,6 +121,21 @@ def test_metrics_need_outputs_and_say_so_before_the_first_step() -> None:
     with pytest.raises(UsageError, match="task blobs has metrics, but its objective returned no 'outputs' in validation"):
         train_in(ALONE, blobs(objective=objective, metrics={"hits": hits}), OPTIONS)
     assert True not in seen
+
+
+def test_a_metric_that_fails_is_tried_before_the_first_step() -> None:
+    """A few samples may be too few for it, so this is only a note."""
+
+    def at_least_20(found: Tensor, labels: Tensor, numbers: Tensor) -> float:
+        if len(found) < 20:
+            raise ValueError("too few")
+        return 1.0
+
+    trained = train_in(ALONE, blobs(objective=with_outputs, metrics={"mine": at_least_20}), OPTIONS)
+    assert trained.watcher.notes[0] == (
+        "in a trial on the first 10 validation samples, metric 'mine' failed: ValueError: too few"
+    )
+    assert trained.result.metrics["mine"] == 1.0
 
 
 def test_a_metric_may_be_the_accuracy_of_a_target() -> None:
