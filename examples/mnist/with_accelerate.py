@@ -64,8 +64,7 @@ def test(model, accelerator, loader):
             test_loss += F.nll_loss(output, labels, reduction="sum").item()
             correct += (output.argmax(1) == labels).sum().item()
     size = len(loader.dataset)
-    accuracy = f"Accuracy: {correct}/{size} ({100 * correct / size:.0f}%)"
-    accelerator.print(f"\nTest set: Average loss: {test_loss / size:.4f}, {accuracy}\n")
+    accelerator.print(f"\nTest set: Average loss: {test_loss / size:.4f}, Accuracy: {correct}/{size} ({correct / size:.0%})\n")
 
 
 def parse(argv):

@@ -1,6 +1,6 @@
 """plain.py with Lightning Fabric, to compare the number of changed lines.
 
-torchrun --nproc-per-node 2 examples/mnist/with_fabric.py --epochs 2
+fabric run --devices 2 --strategy ddp examples/mnist/with_fabric.py --epochs 2
 """
 
 import argparse
@@ -65,8 +65,7 @@ def test(model, fabric, loader):
             correct += (output.argmax(1) == labels).sum().item()
     test_loss, correct = (fabric.all_reduce(value, reduce_op="sum") for value in (test_loss, correct))
     size = len(loader.dataset)
-    accuracy = f"Accuracy: {correct}/{size} ({100 * correct / size:.0f}%)"
-    fabric.print(f"\nTest set: Average loss: {test_loss / size:.4f}, {accuracy}\n")
+    fabric.print(f"\nTest set: Average loss: {test_loss / size:.4f}, Accuracy: {correct}/{size} ({correct / size:.0%})\n")
 
 
 def parse(argv):
