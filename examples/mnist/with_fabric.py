@@ -89,7 +89,6 @@ def main(argv=None):
     args = parse(argv)
     torch.manual_seed(args.seed)
     fabric = Fabric(accelerator="cpu" if args.no_cuda else "auto")
-    fabric.launch()
 
     train_set, test_set = load_data(args.data)
     options = {"num_workers": args.num_workers, "pin_memory": fabric.device.type == "cuda"}
