@@ -65,7 +65,7 @@ def test(model, device, loader):
             correct += (output.argmax(1) == labels).sum().item()
     test_loss, correct = total(test_loss, correct)
     size = len(loader.dataset)
-    print(f"\nTest set: Average loss: {test_loss / size:.4f}, Accuracy: {correct}/{size} ({100 * correct / size:.0f}%)\n")
+    print(f"\nTest set: Average loss: {test_loss / size:.4f}, Accuracy: {correct}/{size} ({correct / size:.0%})\n")
 
 
 def parse(argv):

@@ -44,6 +44,14 @@ def test_the_port_changes_11_lines() -> None:
     assert "with 11 changed lines" in (MNIST / "own_loop.py").read_text()
 
 
+def test_the_page_counts_the_ports_with_accelerate_and_fabric_in_the_same_way() -> None:
+    """They are counted here and not run: neither library is a dependency."""
+    plain, page = (MNIST / "plain.py").read_text(), (MNIST.parents[1] / "docs" / "own-loop.md").read_text()
+    lines = [max(count_changed(plain, (MNIST / f"with_{name}.py").read_text())) for name in ("accelerate", "fabric")]
+    said = f"The same script needs {lines[0]} lines [with Accelerate](../examples/mnist/with_accelerate.py) and {lines[1]} ["
+    assert said in " ".join(page.split())
+
+
 def few(module: ModuleType, samples: int) -> None:
     """Let a script see only the first samples: every test takes seconds."""
     load_data = module.load_data
