@@ -10,7 +10,8 @@ from paceline import cli
 
 
 def test_exact_mode_has_the_same_curve_on_one_worker_and_on_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--model", "mlp:width=16", "--reduce", "exact", "--virtual-workers", "3", "--global-batch", "96", "--steps", "60"]
+    flags = ["--model", "cnn:width=4,dropout=0.2", "--virtual-workers", "3", "--global-batch", "96"]
+    flags += ["--reduce", "exact", "--steps", "40", "--to", "1"]
     command = ["lr-find", "fashion-mnist-mini", *flags, "--runs-dir", str(tmp_path)]
     assert cli.run([*command, "--name", "1"]) == 0
     done = paceline(*command, "--name", "2", "--workers", "2")

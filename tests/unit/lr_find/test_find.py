@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from paceline import cli
+from paceline.lr_find.sweep import set_lr
 
 TASK = """
 import torch
@@ -60,12 +63,18 @@ def test_it_prints_a_short_table_and_one_recommendation_and_writes_all_of_it(
     )
 
 
-def test_the_groups_of_an_optimizer_keep_their_ratio(tmp_path: Path) -> None:
-    for rest, name in (("0.1", "same"), ("0.01", "tenth")):
-        assert cli.run(["lr-find", "points.py", "--name", name, "--optimizer", "muon", "--rest-lr", rest]) == 0
-    one, other = (json.loads((tmp_path / "runs" / name / "lr-find.json").read_text())["points"] for name in ("same", "tenth"))
-    assert one[0] == other[0]  # no update has happened yet
-    assert one[30]["loss"] != other[30]["loss"]
+def test_the_groups_of_an_optimizer_keep_their_ratio() -> None:
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": weights[:1], "lr": 0.1}, {"params": weights[1:], "lr": 0.01}])
+    on_host = SimpleNamespace(optimizer=optimizer, lrs={})
+    set_lr(on_host, 2.0)  # type: ignore[arg-type]
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([2.0, 0.2])
+    shared = [torch.tensor(2.0), torch.tensor(0.2)]
+    for group, tensor in zip(optimizer.param_groups, shared, strict=True):
+        group["lr"] = tensor
+    set_lr(SimpleNamespace(optimizer=optimizer, lrs=dict(enumerate(shared))), 4.0)  # type: ignore[arg-type]
+    assert [float(tensor) for tensor in shared] == pytest.approx([4.0, 0.4])
+    assert optimizer.param_groups[0]["lr"] is shared[0], "a captured step would read the old tensor"
 
 
 def test_a_task_that_does_not_learn_gets_no_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
