@@ -164,7 +164,9 @@ def test_the_scale_grows_in_a_captured_step(here: World, monkeypatch: pytest.Mon
 
 def test_the_capture_leaves_the_scale_alone(here: World) -> None:
     """Trials before the first step overflow at the first scale. They are undone."""
-    run = build(blobs(240, objective=times(100.0)), make_config(blobs().defaults, {"precision": "fp16", "epochs": 2}), here)
+    run = build(
+        blobs(240, objective=times(100.0)), make_config(dict(blobs().defaults), {"precision": "fp16", "epochs": 2}), here
+    )
     step = make_step(run, make_clock(run))
     assert isinstance(capture(run, step, 0, print), CapturedStep)
     assert run.update.scaler is not None

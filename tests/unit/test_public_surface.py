@@ -22,11 +22,11 @@ PUBLIC = [
     "World",
     "balanced",
     "classify",
+    "load",
     "print",
     "save",
-    "total",
-    "load",
     "tar_stream",
+    "total",
     "train",
     "world",
 ]

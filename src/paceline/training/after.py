@@ -6,7 +6,7 @@ own. One CPU thread per worker and deterministic kernels give the same numbers o
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -37,10 +37,9 @@ from paceline.training.validation import Validation
 from paceline.training.weight_files import find_weights, read_on_main, read_weights
 
 TRAIN = "train"
-_TRAINING_ONLY: dict[str, Any] = dict.fromkeys(("optimizer", "schedule", "hooks", "step"))
+_TRAINING_ONLY: dict[str, Any] = {"optimizer": None, "schedule": None, "sampling": None, "hooks": (), "step": None}
 _VALIDATION_ONLY: dict[str, Any] = {"metrics": {}, "validation_objective": None}
-"""Fields of a Task that only training or validation needs, as far as this Task has them, and their values if they are not
-needed."""
+"""Fields of a Task that only training or validation needs, and their values if they are not needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,6 @@ def opened(request: Request, here: World, *, validates: bool) -> Iterator[Opened
     first = next(iter(sources.values())) if isinstance(sources, Mapping) else sources
     looked_at: dict[str, Any] = {"train": first, "validation": sources if validates else None}
     unneeded = _TRAINING_ONLY if validates else {**_TRAINING_ONLY, **_VALIDATION_ONLY}
-    unneeded = {each.name: unneeded[each.name] for each in fields(Task) if each.name in unneeded}
     seen = count_samples(cast(Any, first)())
     if 0 < seen < here.size:
         raise UsageError(f"{plural(seen, 'sample')} for {here.size} workers: use --workers {seen} or fewer")

@@ -139,7 +139,7 @@ class _Fit:
         executor = with_local_steps(self.step, captured, run.local_from, run.config.local_steps, self.teller.say)
         validation = Validation(run, self.step, captured) if run.validation_sets else None
         if validation is not None and (note := validation.check()):
-            self._say(note)
+            self.teller.say(note)
         averaged = Averaged(run, self.step) if run.update.ema is not None else None
         if validation is not None and wants_best(run.config):
             self.best = BestEpoch(run, progress.result.best, self.keeper.resumes)

@@ -5,7 +5,7 @@ follow from (seed, epoch) alone (`Sampler`).
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -109,9 +109,9 @@ def make_weights(task: "Task", data: Any, world: World) -> Draws:
     return Draws(weighted.weights, weighted.draws or len(data))
 
 
-def check_collated(task: "Task", train: Any, validation: Any) -> None:
+def check_collated(task: "Task", train: Any, validation: Mapping[str, Any]) -> None:
     """Raise a UsageError if a task's collate would never be called."""
-    for field, data in (("train", train), ("validation", validation)):
+    for field, data in (("train", train), *(("validation", each) for each in validation.values())):
         if task.collate is not None and isinstance(data, Arrays):
             raise UsageError(
                 f"task {task.name}: {field} is Arrays, whose batches are cut out of the arrays, so collate has no samples to"

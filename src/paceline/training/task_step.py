@@ -47,7 +47,7 @@ def check_options(config: Config) -> None:
     }
     if config.precision == "fp16":
         raise UsageError(
-            "the task has its own step function, and fp16 needs a loss scale that only our step has: use --precision fp32 or bf16"
+            "the task has its own step function, and fp16 needs the built-in step's loss scale: use --precision fp32 or bf16"
         )
     for name, given in there.items():
         if given:

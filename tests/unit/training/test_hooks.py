@@ -236,8 +236,8 @@ def test_a_task_without_hooks_has_none() -> None:
 def test_the_documented_hooks_work(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = Path(__file__).parents[3] / "docs" / "hooks.md"
     first, second = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    Path("my_task.py").write_text(first)
-    assert train("my_task.py", epochs=2, name="x").status == "done"
+    Path("hooked_task.py").write_text(first)
+    assert train("hooked_task.py", epochs=2, name="x").status == "done"
     out = capsys.readouterr().out
     assert "epoch 2: accuracy 0." in out
     assert "upload runs/x/model.safetensors" in out

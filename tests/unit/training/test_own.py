@@ -521,19 +521,13 @@ def test_state_that_no_checkpoint_can_hold_is_refused():
 
 
 def test_several_optimizers_by_name_for_a_step_of_the_tasks_own():
-    """Task.step is a field that makes these usable; here only its presence counts."""
-
-    class Stepped(Task):
-        step = staticmethod(lambda: None)
-
-    task = own()
-    fields = {name: getattr(task, name) for name in ("name", "train", "validation", "objective", "model", "defaults")}
+    stepped = replace(own(), step=lambda step, model, optimizers: {})  # never called here
     both = {
         "first": lambda model: Adam(model[0].parameters(), lr=0.01),
         "last": lambda model: SGD(model[3].parameters(), lr=0.1),
     }
     make = lambda model, config: {name: one(model) for name, one in both.items()}  # noqa: E731
-    run = made(Stepped(**fields, optimizer=make, schedule=SCHEDULES["StepLR"]))
+    run = made(replace(stepped, optimizer=make, schedule=SCHEDULES["StepLR"]))
     optimizer = run.update.optimizer
     assert isinstance(optimizer, Combined)
     run.update.begin(STEPS)
@@ -547,7 +541,7 @@ def test_several_optimizers_by_name_for_a_step_of_the_tasks_own():
         (lambda model, config: {1: SGD(model.parameters())}, "returned a dict with the key 1"),
         (lambda model, config: {"a": None}, "under 'a', returned None"),
     ):
-        assert said in refused(lambda wrong=wrong: Stepped(**fields, optimizer=wrong))
+        assert said in refused(lambda wrong=wrong: made(replace(stepped, optimizer=wrong)))
 
 
 def test_torchs_optimizers_are_made_fit_for_a_graph_on_a_gpu_only():
