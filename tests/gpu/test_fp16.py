@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
