@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -91,9 +91,11 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(here: World, optimizer:
     options = {"precision": "fp16", "optimizer": optimizer, "fast": fast, "epochs": 2, "global_batch": 12, "base_lr": 1e-5}
     trained = train_in(here, blobs(240, objective=times(100.0)), options)
     rows = trained.watcher.steps
-    skipped = int(rows[-1]["skipped_steps"])
-    assert 0 < skipped < len(rows)
-    assert [row["loss_scale"] for row in rows[:skipped]] == [FIRST_SCALE / 2 ** (i + 1) for i in range(skipped)]
+    totals = [int(row["skipped_steps"]) for row in rows]
+    assert 0 < totals[-1] < len(rows)
+    assert [row["loss_scale"] for row in rows] == [FIRST_SCALE / 2**total for total in totals]
+    skipped = next(i for i, total in enumerate(totals) if total == i)  # the first steps are all skipped
+    assert skipped > 1
     assert all(np.isfinite(value).all() for value in (*trained.weights.values(), *trained.optimizer.values()))
     few = train_in(here, blobs(240, objective=times(100.0)), {**options, "max_steps": skipped})
     none = train_in(here, blobs(240, objective=times(100.0)), {**options, "max_steps": 1})
@@ -159,14 +161,14 @@ def test_the_scale_grows_in_a_captured_step(here: World, monkeypatch: pytest.Mon
     monkeypatch.setattr(scaler, "GROWTH_STEPS", 5)
     trained = images(here, {"max_steps": 12, "model": "mlp:width=32"})
     assert is_captured(trained), trained.watcher.notes
-    assert [row["loss_scale"] / FIRST_SCALE for row in trained.watcher.steps] == [1] * 4 + [2] * 5 + [4] * 3
+    scales = [row["loss_scale"] / FIRST_SCALE for row in trained.watcher.steps]
+    assert scales[:10] == [1] * 4 + [2] * 5 + [4]  # a larger scale may overflow
 
 
 def test_the_capture_leaves_the_scale_alone(here: World) -> None:
     """Trials before the first step overflow at the first scale. They are undone."""
-    run = build(
-        blobs(240, objective=times(100.0)), make_config(dict(blobs().defaults), {"precision": "fp16", "epochs": 2}), here
-    )
+    task = blobs(240, objective=times(100.0))
+    run = build(task, make_config(cast(dict[str, Any], task.defaults), {"precision": "fp16", "epochs": 2}), here)
     step = make_step(run, make_clock(run))
     assert isinstance(capture(run, step, 0, print), CapturedStep)
     assert run.update.scaler is not None

@@ -81,11 +81,10 @@ def train_in(world: World, task: Task, options: dict[str, Any], folder: Path | N
 
     With a folder, rank 0 writes its checkpoints there; `resumes` goes on from the last one.
     """
-    run = build(
-        task, make_config(own_defaults(task), cast(Mapping[str, Any], task.defaults), {"log_every": 1, **options}), world
-    )
+    config = make_config(own_defaults(task), cast(Mapping[str, Any], task.defaults), {"log_every": 1, **options})
     watcher = Watcher()
-    result = fit(run, [watcher], Keeper(run, folder if world.is_main else None, watcher.say, resumes))
+    with build(task, config, world) as run:
+        result = fit(run, [watcher], Keeper(run, folder if world.is_main else None, watcher.say, resumes))
     weights = {name: tensor.cpu().numpy().copy() for name, tensor in run.model.state_dict().items()}
     state = {
         f"{number}.{name}": torch.as_tensor(value).cpu().numpy().copy()

@@ -230,12 +230,11 @@ def _make_capturable(optimizer: Optimizer) -> None:
     if not type(optimizer).__module__.startswith("torch.optim.") or optimizer.state:
         return
     for group in optimizer.param_groups:
-        switched_on = group.get("fused") or group.get("capturable") or group.get("differentiable")
-        if switched_on or not all(parameter.is_floating_point() for parameter in group["params"]):
+        if group.get("differentiable") or not all(parameter.is_floating_point() for parameter in group["params"]):
             continue
         if "capturable" in group:
-            group["capturable"] = True
-        elif type(optimizer) is SGD and group.get("foreach") is None:
+            group["capturable"] = True  # a fused Adam needs it too
+        elif type(optimizer) is SGD and group.get("foreach") is None and not group.get("fused"):
             group["fused"] = True
             for parameter in group["params"] if group["momentum"] else ():  # as for the built-in SGD
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -5,8 +5,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,23 +50,30 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
     their world. Otherwise `workers` processes are started. A Task object, such as one from a notebook, is sent to them with
     cloudpickle (`pip install 'paceline[notebook]'`).
     """
+    if config is not None:
+        if options:
+            raise UsageError("a Config and options are both given: put the options into the Config")
+        options = {name: value for name, value in vars(config).items() if name in config.given}
+    with _only_run():
+        return run_task(task, options).made_from(task)
+
+
+@contextmanager
+def _only_run() -> Iterator[None]:
+    """Refuse a second run at once: torch's process group and the environment of workers belong to the whole process."""
     if not _running.acquire(blocking=False):
         raise UsageError("another run is in progress in this process: wait until it has ended, or use another process")
     try:
-        return _train(task, config, options).made_from(task)
+        yield
     finally:
         _running.release()
 
 
 _running = threading.Lock()
-"""Held during a run: torch's process group and the environment of workers belong to the whole process."""
 
 
-def _train(task: str | Task, config: Config | None, options: dict[str, Any]) -> Result:
-    if config is not None:
-        if options:
-            raise UsageError("a Config and options are both given: put the options into the Config")
-        options = {name: value for name, value in vars(config).items() if name in config.given}
+def run_task(task: str | Task, options: dict[str, Any]) -> Result:
+    """Train a task with these options. `paceline train` calls this; a program calls `train`."""
     place = read_place()
     task = pickled_task.receive(task)
     launched = _launch_config(options)

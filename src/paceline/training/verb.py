@@ -30,9 +30,9 @@ def run(options: dict[str, Any]) -> int:
     try:
         if terminal:
             stages.enter("loading torch")
-        from paceline.training.run import train
+        from paceline.training.run import run_task
 
-        train(task, **options)
+        run_task(task, options)
     finally:
         stages.stop()
     return 0

@@ -47,7 +47,7 @@ def model():
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
 
 def objective(model, batch):
-    logits = model(batch[0]) + 0 * torch.rand(1)
+    logits = model(batch[0]) + 0 * torch.rand(1, device=batch[0].device)
     loss = nn.functional.cross_entropy(logits, batch[1], reduction="none") + torch.rand(len(logits))
     return {"loss": loss, "accuracy": (logits.argmax(1) == batch[1]).float()}
 

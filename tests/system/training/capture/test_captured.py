@@ -3,7 +3,7 @@
 from harness.processes import run_workers
 from harness.training import blobs, train_in
 from paceline.dist.world import World
-from paceline.training import loop
+from paceline.training import loop, validation
 from paceline.training.capture import captured as fast
 from unit.training.capture.test_captured import Replayed, _capture, _Plain
 
@@ -13,7 +13,7 @@ def unequal(here: World) -> tuple[list[str], str]:
     fast.Graph, fast._why_never = Replayed, lambda run: ""  # type: ignore[misc, assignment]
     fast.find_obstacle = lambda body, inputs, model, objective: (body(inputs), "")
     loop.capture = _capture
-    loop.Validation = _Plain  # type: ignore[misc]
+    validation._Set = _Plain  # type: ignore[misc]
     fast._Trials._is_long = lambda self, case, graph: False  # type: ignore[method-assign]
     trained = train_in(here, blobs(dropout=0.5), {"virtual_workers": 3, "epochs": 3, "fast": "auto"})
     return trained.watcher.notes, trained.result.model_sha256
