@@ -3,7 +3,7 @@
     python bench/memory.py > bench/results/memory.json
 
 A transformer encoder of 12 layers trains on sequences of 256 vectors. Peaks are torch's own count of allocated bytes in one
-plain step after two others; weights, gradients and optimizer state are included and stated. Times are medians of 10 steps.
+plain step after two others; weights, gradients and optimizer state are included and stated. Times are medians of 14 steps.
 """
 
 import json
@@ -22,7 +22,7 @@ from paceline.training import tasks
 from paceline.training.build import build
 from paceline.training.loop import make_clock, make_step
 
-LAYERS, WIDTH, LENGTH, BATCH, STEPS = 12, 512, 256, 32, 10
+LAYERS, WIDTH, LENGTH, BATCH = 12, 512, 256, 32
 
 
 class Encoder(nn.Module):
@@ -87,7 +87,14 @@ def main() -> None:
         for recompute in (False, True):
             rows.append(measure(precision, recompute))
             torch.cuda.empty_cache()
-    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
+    about = {
+        "command": "python bench/memory.py",
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "steps": 14,
+    }
     model = {"layers": LAYERS, "width": WIDTH, "length": LENGTH, "batch": BATCH}
     print(json.dumps({"about": about, "model": model, "rows": rows}, indent=2))
 

@@ -48,7 +48,7 @@ def model():
 
 def objective(model, batch):
     logits = model(batch[0]) + 0 * torch.rand(1, device=batch[0].device)
-    loss = nn.functional.cross_entropy(logits, batch[1], reduction="none") + torch.rand(len(logits))
+    loss = nn.functional.cross_entropy(logits, batch[1], reduction="none") + torch.rand(len(logits), device=logits.device)
     return {"loss": loss, "accuracy": (logits.argmax(1) == batch[1]).float()}
 
 def task():
