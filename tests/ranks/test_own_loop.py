@@ -173,7 +173,7 @@ def by_hand(world: World) -> list[Any]:
     data, model = task.train(), None
     trained = train_in(world, task, PRODUCT)
     from paceline.core.keys import key, seed_all
-    from paceline.training.build import _INIT
+    from paceline.training.model import _INIT
 
     seed_all(key(0, _INIT))
     model = task.model()

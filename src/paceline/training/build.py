@@ -1,30 +1,21 @@
 """Build a run: data, model, optimizer, loaders and contract. All that each worker needs before the first step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
-import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline import models
 from paceline.config import Config
 from paceline.contract import Contract
 from paceline.core.deal import count_micros
 from paceline.core.determinism import deterministic
-from paceline.core.keys import key, seed_all
-from paceline.core.norms import PartNorm, can_group, group_batch_norms
 from paceline.core.parts import Parts, Step
 from paceline.core.sampler import Sampler
-from paceline.core.stream import Stream, StreamReader
-from paceline.core.sync_norm import replace_sync_batch_norms
+from paceline.core.stream import Stream
 from paceline.data.augment import Images
-from paceline.data.conversion import name_type
 from paceline.data.loaders import Arrays, Feed, Loader, Resident, make_loader
-from paceline.dist.agree import any_reason, check_agreement
 from paceline.dist.process import delay_interrupts
 from paceline.dist.world import World
 from paceline.errors import UsageError
@@ -33,24 +24,21 @@ from paceline.output import plural, stages
 from paceline.training.dataset import count_samples, load_data
 from paceline.training.forward import Forward
 from paceline.training.gradients import Sam
-from paceline.training.grouping import Grouping, choose_grouping, measures_noise
+from paceline.training.grouping import measures_noise
 from paceline.training.hooks import Hooks
 from paceline.training.local import first_local_step
+from paceline.training.model import lay_out_channels_last, make_model, suits_channels_last
 from paceline.training.own import OWN, describe_own, make_rates, make_task_optimizer
 from paceline.training.precision import choose_precision
 from paceline.training.sampling import check_collated, describe_data, make_weights
-from paceline.training.task import StepFunction, Task
-from paceline.training.task_fields import Data, check_made_model
+from paceline.training.task import Task
+from paceline.training.task_fields import Data
 from paceline.training.task_step import check_options as check_step_options
 from paceline.training.terms import describe_batch, describe_update, make_contract, make_steps
 from paceline.training.trial import Trial
 from paceline.training.update import Update
 from paceline.training.weight_files import Initial, start_from
 from paceline.values import flag
-
-_INIT = 0x1217  # keeps the numbers that make models apart from those of step 0
-_ALONE = "the task's collate may treat a sample differently if another part is in the same list"
-_SAME_MODEL = "the task must make the same model in every worker; torch, numpy and random are seeded before it is called"
 
 
 @dataclass(frozen=True)
@@ -79,8 +67,6 @@ class Run:
     contract: Contract
     initial: Initial
     """The weights that the model started from."""
-    task_step: StepFunction | None = None
-    """The task's own step function."""
     notes: tuple[str, ...] = ()
     """What to tell the user before the first step."""
     hooks: tuple[Hooks, ...] = ()
@@ -174,7 +160,7 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
         repeats=weighted.weights is not None,
     )
     trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world, feed=feed)
-    model, grouping, notes = _make_model(trial)
+    model, grouping, notes = make_model(trial)
     if grouping.at_once > 1:  # smaller last steps run in turn, and their parts' shards must be in the same process
         feed = replace(feed, own_shards=1)
     notes = (*describe_batch(sampler, schedule), *notes)
@@ -185,7 +171,7 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
 
     loader = load(train, feed)
     if suits_channels_last(model, config, sampler.global_batch // sampler.parts):
-        notes += _lay_out_channels_last(model, trial)
+        notes += lay_out_channels_last(model, trial)
     optimizer, more = make_task_optimizer(task, model, config)
     own = describe_own(optimizer) if config.optimizer == OWN else {}
     rates, other = make_rates(task, optimizer, config, schedule, sampler.global_batch / config.reference_batch)
@@ -208,22 +194,15 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
         raise UsageError("--local-steps: a norm layer takes its statistics over all workers; use norm=part or batch")
     notes += _describe_limits(model, config, sampler)
     about = {
-        "task": task.name,
-        "unit": task.unit,
-        "model": config.model or type(model).__name__,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        **_describe(task, config, model, train, loader),
         "data": describe_data(train, sampler.parts),
         "sampling": weighted.describe(),
-        "train_samples": count_samples(train),
         "validation_samples": sum(count_samples(data) for data in validation.values()),
-        "loader": "on the device" if isinstance(loader, Resident) else "streamed",
         "parts": grouping.why,
-        "augmentation": _describe_augmentation(task, config, train),
-        "record": "none",
-        **({"base_lr": own["base_lr"], "optimizer": describe_update(config, own["words"])} if own else {}),
-        **({"schedule": rates.words} if config.schedule == OWN else {}),
         "initialized": initial.about,
         "initial_sha256": initial.sha256,
+        **({"base_lr": own["base_lr"], "optimizer": describe_update(config, own["words"])} if own else {}),
+        **({"schedule": rates.words} if config.schedule == OWN else {}),
     }
     return Run(
         task=task,
@@ -239,11 +218,24 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
         },
         data_sha256=data_sha256,
         contract=make_contract(config, world, sampler, rates.schedule, about),
-        task_step=task.step,
         initial=initial,
         notes=notes,
         varies=task.collate is not None,
     )
+
+
+def _describe(task: Task, config: Config, model: nn.Module, train: Data, loader: Loader) -> dict[str, Any]:
+    """What the contract says about the task, its model and its data."""
+    return {
+        "task": task.name,
+        "unit": task.unit,
+        "model": config.model or type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "train_samples": count_samples(train),
+        "loader": "on the device" if isinstance(loader, Resident) else "streamed",
+        "augmentation": _describe_augmentation(task, config, train),
+        "record": "none",
+    }
 
 
 def _describe_limits(model: nn.Module, config: Config, sampler: Sampler) -> tuple[str, ...]:
@@ -271,112 +263,3 @@ def _describe_augmentation(task: Task, config: Config, train: Data) -> str:
         return "the task's own prepare"
     smoothed = f"; label smoothing {config.label_smoothing:g}" if config.label_smoothing else ""
     return task.prepare.describe() + smoothed
-
-
-def _make_model(trial: Trial) -> tuple[nn.Module, Grouping, tuple[str, ...]]:
-    """The model, how it runs its parts, and what to tell the user. Collective: call on every rank."""
-    config, world, parts = trial.config, trial.world, trial.sampler.parts
-    model, notes = make_bare_model(trial.task, config, lambda: trial.data)
-    model = own_buffers(model.to(world.device))
-    notes += _check_norm_part(model, config.norm_part)
-    grouping = choose_grouping(model, config, parts, world.size)
-    if trial.task.step is not None and not grouping.one_pass:
-        grouping = Grouping(1, "in turn: the task has its own step function")
-    why, note = trial.try_prepare() if parts > 1 else ("", "")
-    notes += (note,) if note else ()
-    if grouping.at_once > 1 and not grouping.one_pass:
-        why = any_reason(world, _ALONE if trial.task.collate is not None else why or trial.try_model(model))
-        if why and config.parts_at_once:
-            depends = f"--parts-at-once {config.parts_at_once}: {why}, so the model depends on the number of workers"
-            notes += () if config.reduce == "exact" else (depends,)  # exact mode has the same groups on any number
-        elif why:
-            grouping = Grouping(1, f"in turn: {why}")
-    if world.device.type == "cpu":
-        replace_sync_batch_norms(model)
-    if config.reduce == "exact":  # DDP would give everyone rank 0's
-        check_agreement(dict(model.state_dict()), world, "about the untrained model", _SAME_MODEL)
-    if grouping.at_once > 1 or config.norm_part:
-        model = group_batch_norms(model, config.norm_part or None)
-    return model, grouping, notes
-
-
-def make_bare_model(task: Task, config: Config, data: Callable[[], Data]) -> tuple[nn.Module, tuple[str, ...]]:
-    """The task's model on the CPU, with its first weights, and what to tell the user. `data` is only needed for `--model`."""
-    seed_all(key(config.seed, _INIT))
-    return strip_compiled(check_made_model(task.name, task.model()) if task.model else _model(config, task, data()))
-
-
-def strip_compiled(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model without torch.compile's wrappers, which put `_orig_mod.` into names of weights; and a note if it had any."""
-    bare = model
-    while hasattr(bare, "_orig_mod"):
-        bare = cast(nn.Module, bare._orig_mod)
-    inner = [(parent, *item) for parent in bare.modules() for item in parent._modules.items() if hasattr(item[1], "_orig_mod")]
-    for parent, name, child in inner:
-        parent._modules[name] = cast(Any, child)._orig_mod
-    if bare is model and not inner:
-        return model, ()
-    return bare, ("torch.compile's wrapper was removed from the task's model: --fast decides what to compile",)
-
-
-def own_buffers(model: nn.Module) -> nn.Module:
-    """Give each buffer memory of its own if it shares some, with itself (after `expand`) or with another tensor.
-
-    Nothing can be loaded into the first kind, and safetensors saves neither.
-    """
-    owners: dict[int, Tensor] = {parameter.untyped_storage().data_ptr(): parameter for parameter in model.parameters()}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or not buffer.numel():
-                continue
-            folded = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
-            if folded or owners.setdefault(buffer.untyped_storage().data_ptr(), buffer) is not buffer:
-                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
-    return model
-
-
-def _check_norm_part(model: nn.Module, norm_part: int) -> tuple[str, ...]:
-    """Notes about `--norm-part`. Raises UsageError if the model's batch cannot be cut."""
-    why = can_group(model) if norm_part else ""
-    if why:
-        raise UsageError(f"--norm-part {norm_part} cannot cut its batch: {why}; leave --norm-part out")
-    plain = any(isinstance(module, _BatchNorm) and not isinstance(module, PartNorm) for module in model.modules())
-    return () if plain or not norm_part else (f"--norm-part {norm_part} changes nothing: the model has no plain batch norm",)
-
-
-def suits_channels_last(model: nn.Module, config: Config, part_batch: int) -> bool:
-    """Whether to lay out convolutions channels-last: 1.6 times as fast on a CPU, 2 to 3 times on a GPU.
-
-    Skip it if batch norm handles several groups per pass: it would have to copy (unless compiled). Skip small batches: the last
-    step of an epoch can have a single sample, and then torch 2.13's batch norm on the CPU returns wrong gradients.
-    """
-    if config.fast == "off" or part_batch < 8 * config.accumulate:
-        return False
-    grouped = any(isinstance(module, PartNorm) for module in model.modules())
-    compiles = config.fast == "on" and config.reduce == "fast" and next(model.parameters()).device.type == "cuda"
-    return any(isinstance(module, nn.Conv2d) for module in model.modules()) and (compiles or not grouped)
-
-
-def _lay_out_channels_last(model: nn.Module, trial: Trial) -> tuple[str, ...]:
-    """Change the layout in place; change it back, with a note, if a user's own net fails. Collective: call on every rank."""
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    why = any_reason(trial.world, "" if trial.task.model is None else trial.why_not_channels_last(model))
-    if not why:
-        return ()
-    model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    return (f"convolutions keep torch's default layout instead of channels-last: {why}",)
-
-
-def _model(config: Config, task: Task, train: Data) -> nn.Module:
-    """The model `--model` names, for the shape of this data's images."""
-    sample = StreamReader(train, 1, config.seed)[0] if isinstance(train, Stream) else train[0]
-    first = sample[0] if isinstance(sample, tuple | list) and sample else sample
-    if not isinstance(first, Tensor | np.ndarray):
-        raise UsageError(
-            f"--model builds nets for images as tensors; task {task.name} has samples that begin with {name_type(first)}:"
-            " return (image, label), or give the task its own model"
-        )
-    shape = tuple(first.shape)
-    if len(shape) != 3 or shape[1] != shape[2]:
-        raise UsageError(f"--model builds nets for square images, C x H x H; task {task.name} has inputs of shape {shape}")
-    return models.build(config.model or "cnn", in_channels=shape[0], image_size=shape[2], classes=task.classes)

@@ -88,8 +88,8 @@ def make_step(
     checks = TaskChecks(run.parts, run.forward, say)
     mark = watch.mark if watch else lambda number, phase: None
     given: dict[str, Any] = {"clock": clock, "checks": checks, "mark": mark, "sam": run.sam(), "number": number}
-    if run.task_step is not None:
-        return TaskStep(run.task_step, run.parts, run.forward, run.update, **given)
+    if run.task.step is not None:
+        return TaskStep(run.task.step, run.parts, run.forward, run.update, **given)
     return TrainStep(run.parts, run.forward, run.update, **given)
 
 

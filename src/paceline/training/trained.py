@@ -22,7 +22,7 @@ from paceline.options import Role
 from paceline.records import find_record, read_result
 from paceline.toml import read_recipe
 from paceline.training import tasks
-from paceline.training.build import make_bare_model, own_buffers
+from paceline.training.model import make_bare_model, own_buffers
 from paceline.training.task import Task
 from paceline.training.task_fields import check_data, is_factory
 from paceline.training.weight_files import MODEL, find_weights, fit_weights, read_weights

@@ -13,7 +13,8 @@ from paceline.config import make_config
 from paceline.dist.world import world
 from paceline.errors import UsageError
 from paceline.training import tasks
-from paceline.training.build import build, suits_channels_last
+from paceline.training.build import build
+from paceline.training.model import suits_channels_last
 
 
 @pytest.mark.parametrize(

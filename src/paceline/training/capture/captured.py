@@ -332,7 +332,7 @@ class _Trials:
 
 def _why_never(run: Run) -> str:
     """What rules a graph out before anything is tried."""
-    if run.task_step is not None:
+    if run.task.step is not None:
         return WITHOUT_GRAPH
     if run.world.size > 1 and run.world.backend != "nccl":
         return f"the backend is {run.world.backend}, and only NCCL can be part of a graph"
