@@ -326,7 +326,7 @@ def test_data_verify_of_damaged_data_says_which_file_and_fails(capsys):
 def test_an_error_of_ours_has_a_traceback(capsys, monkeypatch):
     names: dict[str, Any] = {}
     exec(compile("def broken(*_, **__):\n    raise LookupError('a bug')", training.__file__, "exec"), names)
-    monkeypatch.setattr(training, "train", names["broken"])
+    monkeypatch.setattr(training, "run_task", names["broken"])
     assert cli.run([*MINI]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["paceline: LookupError: a bug", "Traceback (most recent call last):"]
@@ -338,7 +338,7 @@ def test_interrupted_is_130(capsys, monkeypatch):
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "train", interrupt)
+    monkeypatch.setattr(training, "run_task", interrupt)
     assert cli.run([*MINI]) == 130
     assert capsys.readouterr().err == "paceline: interrupted\n"
 
@@ -360,7 +360,7 @@ def test_every_rank_reports_its_own_samples(capsys, monkeypatch):
 
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(training, "train", refuse)
+    monkeypatch.setattr(training, "run_task", refuse)
     assert cli.run([*MINI]) == 2
     assert capsys.readouterr().err.startswith("paceline: worker 1: samples 3 and 7 differ\n")
 
@@ -373,7 +373,7 @@ def test_under_another_launcher_the_worker_that_failed_first_prints_its_error(ca
         raise error
 
     slept: list[float] = []
-    monkeypatch.setattr(training, "train", fail)
+    monkeypatch.setattr(training, "run_task", fail)
     monkeypatch.setattr("time.sleep", slept.append)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
