@@ -241,6 +241,8 @@ def test_the_documented_hooks_work(runs: Path, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert "epoch 2: accuracy 0." in out
     assert "upload runs/x/model.safetensors" in out
+    again = train("hooked_task.py", epochs=2, name="y")
+    assert read_result(runs / "x")["model_sha256"] == again.model_sha256, "workers and resumed runs make the same data"
     names: dict[str, Any] = {"Hooks": Hooks, "Moment": Moment}
     exec(second, names)
     assert train_in(ALONE, blobs(hooks=names["hooks"]), {"epochs": 1, **EXACT}).result.status == "done"

@@ -557,7 +557,8 @@ def test_the_pages_task_trains():
     (code,) = re.findall(r"```python\n(import torch.*?)```", PAGE, flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
-    trained = train_in(ALONE, names["task"](), {"epochs": 3})
+    trained, again = (train_in(ALONE, names["task"](), {"epochs": 3}) for _ in range(2))
+    assert trained.result.model_sha256 == again.result.model_sha256, "workers and resumed runs make the same data"
     assert rates(trained)[:: len(rates(trained)) // 3] == pytest.approx([1.0, 0.7, 0.49])
     assert "Adadelta (the task's own) at lr 1, StepLR (the task's own) once per epoch" in PAGE
     run = made(names["task"]())
