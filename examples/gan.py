@@ -57,7 +57,7 @@ def step(step, model, optimizers):
 
 
 def energy_distance(model: Gan, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-    """The distance of real and drawn points: 0 if their distributions are equal (Szekely and Rizzo 2013). One term per sample."""
+    """Distance of real and drawn points: 0 if their distributions are equal (Szekely and Rizzo 2013). One term per sample."""
     (real,) = batch
     drawn = model.draw(len(real))
     apart = 2 * torch.cdist(real, drawn).mean(1)

@@ -83,8 +83,8 @@ class Task:
     """What to call samples, as in images/s."""
     optimizer: Callable[[nn.Module, Config], Optimizer | Mapping[str, Optimizer]] | None = None
     """Makes the optimizer: any torch.optim.Optimizer. The learning rate of each parameter group is the one at
-    `reference_batch`: `--lr-rule` scales it, the schedule multiplies it. A dict of optimizers needs a step function of the
-    task's own. None: `--optimizer` makes it."""
+    `reference_batch`: `--lr-rule` scales it, the schedule multiplies it. A dict of optimizers needs the task's own `step`.
+    None: `--optimizer` makes it."""
     schedule: Callable[..., Any] | None = None
     """The learning-rate schedule: a function `step -> factor`, or a function `optimizer -> scheduler` that makes a scheduler of
     torch. Further parameters named `steps`, `epochs` or `steps_per_epoch` get the length of the run. None: `--schedule`."""
