@@ -1,7 +1,7 @@
 """A GAN with two optimizers: a generator learns to draw points from eight clusters on a circle.
 
 Its step function trains the critic, then the generator: two reductions per step, on any number of workers. With --reduce exact
-the weights have the same bits on 1 to 4 workers, although every part draws noise of its own. After 15 epochs (about 9 s on a
+the weights have the same bits on 1 to 4 workers, although every part draws its own noise. After 15 epochs (about 9 s on a
 CPU) it draws all eight clusters, with 98% of its points on the circle and 76% within 0.4 of a center (seed 0).
 
 paceline train examples/gan.py --workers 2 --reduce exact
@@ -36,7 +36,7 @@ class Gan(nn.Module):
         )
 
     def draw(self, points: int) -> torch.Tensor:
-        """New points, from as much noise. Keyed by (seed, step, phase, part) in training."""
+        """New points, each from its own noise, which is keyed by (seed, step, phase, part) in training."""
         return self.generator(torch.randn(points, NOISE, device=next(self.parameters()).device))
 
 
@@ -57,7 +57,7 @@ def step(step, model, optimizers):
 
 
 def energy_distance(model: Gan, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-    """0 if drawn and real points have one distribution (Szekely and Rizzo 2013). Each sample has its share of the chunk's."""
+    """Distance of real and drawn points: 0 if their distributions are equal (Szekely and Rizzo 2013). One term per sample."""
     (real,) = batch
     drawn = model.draw(len(real))
     apart = 2 * torch.cdist(real, drawn).mean(1)
@@ -72,7 +72,7 @@ def task(width: int = 64) -> Task:
         train=Arrays((ring(8000, seed=1),)),
         validation=Arrays((ring(1000, seed=2),)),
         model=lambda: Gan(width),
-        objective=energy_distance,  # in validation; the step function trains
+        objective=energy_distance,  # only for validation: the step function trains
         step=step,
         optimizer=lambda model, config: {
             "critic": torch.optim.Adam(model.critic.parameters(), lr=2e-3, betas=(0.5, 0.9)),

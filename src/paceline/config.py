@@ -102,7 +102,7 @@ class Config(RemembersGiven):
     accumulate: int = _batch(1, Role.MODEL, Role.METHOD, at_least=1)
     """Split each part of a step into N micro-batches (less memory, same step)."""
     optimizer: str = _batch("sgd", Role.MODEL, Role.STATE, Role.METHOD, Role.COMMON, metavar="NAME")
-    """sgd, adamw, lars, lamb, novograd, muon, or own: the one that the task makes (default: own if it makes one)."""
+    """sgd, adamw, lars, lamb, novograd, muon, or own: the task's own optimizer, the default if it has one."""
     base_lr: float = _batch(0.05, Role.MODEL, Role.METHOD, Role.OPTIMIZER, Role.COMMON, more_than=0)
     """The learning rate at reference_batch."""
     lr_rule: Literal["linear", "sqrt", "none", "adascale"] = _batch("linear", Role.MODEL, Role.METHOD)
@@ -157,11 +157,11 @@ class Config(RemembersGiven):
         "one-cycle", Role.MODEL, Role.METHOD, Role.COMMON
     )
     """The learning rate after warm-up: constant, falling to 0 (linear, cosine), up and down again (one-cycle), dropping at
-    --step-at (step), or the task's (own). A task with a schedule has own as its default, and one with only an optimizer
-    constant."""
+    --step-at (step), or the task's own schedule (own, the default if it has one). The default of a task with only its own
+    optimizer is constant."""
     schedule_by: Literal["auto", "step", "epoch"] = _schedule("auto", Role.MODEL, Role.METHOD)
-    """Change the learning rate at every step or once per epoch. auto: at every step, but once per epoch for one of torch's
-    schedulers that does not count steps."""
+    """Change the learning rate at every step or once per epoch. auto: at every step. A torch scheduler changes it once per
+    epoch, unless it is made for a number of steps."""
     warmup_epochs: float = _schedule(0.0, Role.MODEL, Role.METHOD, at_least=0)
     """Warm up over X epochs."""
     warmup_steps: int = _schedule(0, Role.MODEL, Role.METHOD, at_least=0)
@@ -187,7 +187,8 @@ class Config(RemembersGiven):
     """The validation metric that decides which epoch is best: accuracy, loss, or any other that the task reports (default:
     loss)."""
     mode: Literal["auto", "min", "max"] = _run("auto", Role.TIMING, Role.STOP, Role.WHOLE_RUN)
-    """Whether a smaller (min) or a larger (max) value of --monitor is better. auto: min for losses and errors, else max."""
+    """Whether a smaller (min) or a larger (max) value of --monitor is better. auto: min if its name says loss or error, else
+    max."""
     stop_after: int = _run(0, Role.TIMING, Role.STOP, Role.WHOLE_RUN, at_least=0)
     """Stop after N epochs in which --monitor did not improve (0: train to the end)."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = _run("auto", Role.MODEL, Role.COMMON)
@@ -216,14 +217,14 @@ class Config(RemembersGiven):
     """Continue a record, given by its folder or name, from its last checkpoint. Without a value: the record called --name, or
     this task's newest unfinished record; if there is no such record, start a new run."""
     branch_from: str = _record("", Role.MODEL, Role.LAUNCH, Role.STUDY, Role.WHOLE_RUN, metavar="RECORD")
-    """Start a new record that continues from the last checkpoint of this one, with its options unless they are given: another
-    learning rate or schedule, more epochs. The other record is not changed."""
+    """Continue from the last checkpoint of this record, in a new record. Options come from the old record, except those that
+    are given, such as another learning rate or more epochs. The old record is not changed."""
     checkpoint_every: str = _record("60s", Role.OPERATION, parse=parse_every, metavar="N|Xs")
     """When to write a checkpoint: every N steps (500) or every X seconds (60s), and at the end of the run; 0: never."""
     keep: int = _record(2, Role.OPERATION, at_least=1)
     """How many checkpoints to keep."""
     save_best: bool = _record(False, Role.OPERATION, Role.STOP, Role.WHOLE_RUN)
-    """Keep the weights of the best epoch by --monitor in best.safetensors; with --ema the averaged ones."""
+    """Save the weights of the best epoch, by --monitor, in best.safetensors (with --ema, the averaged weights)."""
     profile: bool = _record(False, Role.OPERATION, Role.WHOLE_RUN)
     """Write a timeline of a few steps on all workers into the record: forward, backward, every bucket's all-reduce."""
     log_every: int = _record(10, Role.OPERATION, at_least=1)

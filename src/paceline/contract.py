@@ -60,7 +60,7 @@ class Contract:
     initialized: str = ""
     """The weights that the run starts from, if they are not random, and which of them did not match."""
     initial_sha256: str = ""
-    """Of their file."""
+    """The SHA-256 of the file that they came from."""
     branched: str = ""
     """The record whose checkpoint the run continues from, and the options that changed."""
     resumed_at: int | None = None

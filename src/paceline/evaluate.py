@@ -33,14 +33,14 @@ def add_request(parser: argparse.ArgumentParser) -> None:
         "--data",
         default="",
         metavar="DATA",
-        help="train, the name of a validation set, or FILE.py:FUNCTION or MODULE:FUNCTION, which returns data [the validation"
-        " data]",
+        help="train, the name of a validation set, or a function that returns data: FILE.py:FUNCTION or MODULE:FUNCTION [the"
+        " validation data]",
     )
-    parser.add_argument("--weights", default="last", choices=WEIGHTS, help="of the end of the run, or of its best epoch [last]")
-    parser.add_argument("--task", default="", metavar="TASK", help="the task, if it is not where the record says")
+    parser.add_argument("--weights", default="last", choices=WEIGHTS, help="weights of the last or of the best epoch [last]")
+    parser.add_argument("--task", default="", metavar="TASK", help="the task, if it is no longer where the record says")
     parser.add_argument("--workers", type=int, metavar="N", help="workers to start on this node [1]")
     backends = ("auto", "nccl", "gloo", "mpi")
-    parser.add_argument("--backend", default="auto", choices=backends, help="what carries the messages between workers [auto]")
+    parser.add_argument("--backend", default="auto", choices=backends, help="how workers communicate [auto]")
     parser.add_argument("--runs-dir", default=Config.runs_dir, metavar="DIR", help="folder of the records [runs]")
 
 

@@ -89,8 +89,12 @@ TABLE = {
     "persistent-workers": "not needed: loader processes are kept for the whole run",
     "drop-last": "not needed: the last two steps of an epoch share what is left, and every sample counts the same",
     "collate-fn collate": "not an option: give Task(collate=...) in your task file",
-    "sampler weighted-sampler sample-weights class-weights class-balanced": (
+    "sampler weighted-sampler sample-weights class-balanced": (
         "not an option: give Task(sampling=...) in your task file, such as balanced(labels)"
+    ),
+    "class-weights class-weight pos-weight": (
+        "not an option: return a 'weight' per sample from the objective in your task file, or draw rare classes more often with"
+        " Task(sampling=balanced(labels))"
     ),
     "val-split validation-split": "not an option: a task has its own validation data, Task(validation=...)",
     "limit-train-batches": "use {train_samples} (train on the first N samples) or {max_steps}",

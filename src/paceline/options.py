@@ -27,7 +27,7 @@ class Role(StrEnum):
 
     LENGTH = "how long a run trains: a resumed run can be longer than before, but not shorter"
     STATE = "decides what a run's state holds: a branch of the run cannot change it"
-    STOP = "when a run stops, or which epoch it keeps: the record takes over what a resumed run says"
+    STOP = "when a run stops, or which epoch it keeps: a resumed run may change it, and the record then has the new value"
     LAUNCH = "the launcher needs it before it knows the task's own defaults"
     PLACE = "where a run happens: a task cannot have a default for it"
     START = "belongs to one start of a run: a resumed run does not take it from the record"

@@ -25,7 +25,7 @@ TYPED = """
     checkpoint-dir max-epochs num-epochs epoch gradient-accumulation-steps accum grad-clip max-grad-norm warmup scheduler
     lr-scheduler optim deterministic random-seed verbose v quiet debug val-batch-size early-stopping ckpt load wandb tensorboard
     config dataset sync-bn ema-decay label-smooth
-    EarlyStopping early_stopping callbacks ModelCheckpoint save_top_k report_to mlflow
+    EarlyStopping early_stopping callbacks ModelCheckpoint save_top_k report_to mlflow class-weights
 """
 """What users of other tools type."""
 

@@ -78,7 +78,7 @@ class Sampler:
         keys = keys_numpy(key(self.seed, epoch, _DRAW), np.arange(self.samples))
         sums = np.cumsum(self.weights)
         places = (keys >> np.uint64(11)).astype(np.float64) * 2.0**-53 * sums[-1]
-        last = int(np.flatnonzero(self.weights)[-1])  # rounding must not choose a sample of weight 0 behind it
+        last = int(np.flatnonzero(self.weights)[-1])  # rounding must not choose a later sample of weight 0
         rows = np.minimum(np.searchsorted(sums, places, side="right"), last)
         return np.asarray(rows + _count_earlier(rows) * len(self.weights))
 

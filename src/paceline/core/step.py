@@ -1,7 +1,7 @@
 """One step of `Parts`: this worker's parts, in one phase or in several, each with a reduction of its own.
 
 Most steps have one phase: every part adds its gradient, `reduce` combines them, the optimizer steps. A GAN's step has two: the
-discriminator's, then the generator's. Iterate over the step again after `reduce` for the next phase.
+critic's, then the generator's. Iterate over the step again after `reduce` for the next phase.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -120,7 +120,7 @@ class Feed:
     prefetch: int = 2
     """Batches that each loader process makes ahead."""
     pin_memory: Literal["auto", "on", "off"] = "auto"
-    """auto: for a GPU."""
+    """Whether to make batches in pinned memory. auto: for a GPU."""
     cores: Iterable[int] | None = None
     """The cores that loader processes may use."""
     shards: int = 1

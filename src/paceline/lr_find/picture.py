@@ -20,7 +20,7 @@ def draw(points: Sequence[Point], advice: Advice | None, title: str) -> str:
         return _LEFT + (math.log10(lr) - begin) / max(end - begin, 1e-9) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(loss: float) -> float:
-        part = (min(loss, highs + (highs - lows)) - lows) / (highs - lows)  # far above the picture is far enough
+        part = (min(loss, highs + (highs - lows)) - lows) / (highs - lows)  # anything higher is out of sight
         return _HEIGHT - _BOTTOM - part * (_HEIGHT - _TOP - _BOTTOM)
 
     shapes = [

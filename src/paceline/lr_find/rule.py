@@ -24,7 +24,7 @@ class Point:
     """From 1."""
     lr: float
     loss: float
-    """Before the step's update, so of the learning rates up to the one before."""
+    """The loss before this step's update: it shows the effect of the earlier learning rates."""
     smoothed: float
 
 

@@ -134,6 +134,7 @@ def build(task: Task, config: Config, world: World, initial: Initial | None = No
     """
     precision, notes = choose_precision(config, world)
     if task.step is not None:
+        precision = "fp32" if (config.precision, precision) == ("auto", "fp16") else precision
         check_step_options(replace(config, precision=precision))
     with deterministic(config.reduce == "exact"):
         run = _build(task, replace(config, precision=precision), world, initial)

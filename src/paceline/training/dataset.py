@@ -35,7 +35,10 @@ from paceline.training.task_fields import Data, check_data, check_length, is_fac
 
 _TRAIN = "train"
 _DATA = 0xDA7A  # separates the random numbers that make data from those of step 0
-_SAME_DATA = "the task must make the same data in every worker"
+_SAME_DATA = (
+    "the task must make the same data in every worker: make random data in a function, train=lambda: ..., which is seeded, or"
+    " seed it yourself"
+)
 _CAUSES = (
     "the task must make the same data in every worker: pass generator=torch.Generator().manual_seed(0) to random_split, and"
     " sort labels that come from a set"

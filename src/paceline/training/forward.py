@@ -31,7 +31,7 @@ class Forward:
         self.names: tuple[str, ...] = ()
         """The objective's metrics in training, loss first: known after the first pass."""
         self.weighted = False
-        """They are means by a weight of the objective's own."""
+        """Whether the objective returns a weight, by which these means are weighted."""
 
     def autocast(self) -> torch.autocast:
         """bf16 or fp16 where it is on; weights, gradients and optimizer state stay fp32."""

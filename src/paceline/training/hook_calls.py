@@ -2,8 +2,8 @@
 
 In exact mode a hook must not change the model, unless it is declared with `changes_model=True`. Each call compares the address
 and the version counter of every parameter and buffer before and after, which costs no time on the device. Version counters miss
-changes through `.data`. So fingerprints of all bits are compared too: around every call that comes once per epoch or more
-rarely, and around the first calls of on_step and every 100th after that.
+changes through `.data`. So fingerprints of all bits are compared too, around every call of the other hooks and
+around the first three calls of on_step and every 100th.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

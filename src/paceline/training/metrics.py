@@ -111,7 +111,7 @@ def _own(metric: Any) -> Any:
 
 
 def _alone() -> bool:
-    """There are no other processes."""
+    """False: torchmetrics must not look for other processes."""
     return False
 
 

@@ -221,8 +221,8 @@ def _describe_unread(task: Task, config: Config, read: Collection[str]) -> tuple
     unread = [name for name in sorted(names_with(Role.OPTIMIZER) - set(read)) if getattr(config, name) != usual[name]]
     if not unread:
         return ()
-    names, do = ", ".join(map(flag, unread)), "does" if len(unread) == 1 else "do"
-    return (f"{names} {do} nothing here: the task has its own optimizer, whose function does not read it",)
+    names, do, them = ", ".join(map(flag, unread)), *(("does", "it") if len(unread) == 1 else ("do", "them"))
+    return (f"{names} {do} nothing here: the task has its own optimizer, and its function does not read {them}",)
 
 
 def _make_capturable(optimizer: Optimizer) -> None:

@@ -25,7 +25,7 @@ class Rates:
     """The learning rates of a run."""
 
     schedule: Schedule
-    """That of the first group. Of a torch scheduler it has the length and the warm-up only."""
+    """The schedule of the first group. With a torch scheduler, only its length and warm-up are used."""
     words: str
     """The schedule as the contract shows it."""
     keys: Sequence[Hashable]

@@ -69,9 +69,9 @@ class Task:
     """What `paceline predict` writes for a batch: a tensor, or a tuple or dict of tensors, one row per sample. It also gets
     data without labels. None: the "outputs" that the objective reports, or else `model(batch[0])`."""
     collate: Collate | None = None
-    """Makes a batch of a list of samples, for samples that cannot be stacked: texts of different lengths. It runs in the loader
-    processes, in training and in validation. None: samples are stacked. Parts then run in turn, because what it does to a part
-    may depend on the other samples of the list."""
+    """Makes a batch from a list of samples, for samples that cannot be stacked, such as texts of different lengths. It runs in
+    the loader processes, in training and in validation. With it, parts run in turn, because what it does to a sample may depend
+    on the other samples in the list. None: samples are stacked."""
     sampling: Sampling | None = None
     """Draw the samples of an epoch with replacement: one weight per training sample, `balanced(labels)`, `Weighted(weights,
     draws)`, or a function of the training data that returns one of these. The draws follow from (seed, epoch). None: an epoch
@@ -83,16 +83,16 @@ class Task:
     """What to call samples, as in images/s."""
     optimizer: Callable[[nn.Module, Config], Optimizer | Mapping[str, Optimizer]] | None = None
     """Makes the optimizer: any torch.optim.Optimizer. The learning rate of each parameter group is the one at
-    `reference_batch`: `--lr-rule` scales it, the schedule multiplies it. A dict of optimizers needs a step function of the
-    task's own. None: `--optimizer` makes it."""
+    `reference_batch`: `--lr-rule` scales it, the schedule multiplies it. A dict of optimizers needs the task's own `step`.
+    None: `--optimizer` makes it."""
     schedule: Callable[..., Any] | None = None
     """The learning-rate schedule: a function `step -> factor`, or a function `optimizer -> scheduler` that makes a scheduler of
     torch. Further parameters named `steps`, `epochs` or `steps_per_epoch` get the length of the run. None: `--schedule`."""
 
     step: StepFunction | None = None
-    """One training step of the task's own, for several optimizers or reductions: a function of (step, model, optimizers). It
+    """The task's own training step, for several optimizers or reductions: a function of (step, model, optimizers). It
     calls `step.backward(function)` or iterates over the step once per reduction, steps the optimizers and returns the metrics.
-    The objective then serves validation alone. None: one reduction of the objective's loss, one optimizer step."""
+    The objective is then used only for validation. None: one reduction of the objective's loss, one optimizer step."""
     hooks: Hooks | Sequence[Hooks] = ()
     """Functions that the run calls while it trains: after steps, validations, epochs and checkpoints, and at its end."""
 

@@ -35,7 +35,7 @@ _MEANT = {
     **dict.fromkeys(("training_step", "train_step", "step_fn"), "step"),
     **dict.fromkeys(("transform", "transforms", "augment", "preprocess"), "prepare"),
     **dict.fromkeys(("collate_fn", "collator", "data_collator"), "collate"),
-    **dict.fromkeys(("sampler", "weights", "sample_weights", "class_weights", "train_sampler"), "sampling"),
+    **dict.fromkeys(("sampler", "weights", "sample_weights", "train_sampler"), "sampling"),
     **dict.fromkeys(("config", "options", "hparams"), "defaults"),
     **dict.fromkeys(("optim", "optimizers", "opt", "configure_optimizers"), "optimizer"),
     **dict.fromkeys(("scheduler", "lr_scheduler", "schedulers", "lr_schedule"), "schedule"),
@@ -176,7 +176,7 @@ def check_optimizer(name: str, optimizer: Any) -> None:
         )
     if isinstance(optimizer, Optimizer):
         raise UsageError(
-            f"task {name}: optimizer is {type(optimizer).__name__} that is already made, but the model is not: give a function"
+            f"task {name}: optimizer is already made ({type(optimizer).__name__}), but the model is not: give a function"
             f" that makes it, as in {fix.replace('RMSprop', type(optimizer).__name__)}"
         )
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
@@ -203,7 +203,7 @@ def check_schedule(name: str, schedule: Any) -> None:
         )
     if isinstance(schedule, LRScheduler):
         raise UsageError(
-            f"task {name}: schedule is {type(schedule).__name__} that is already made: give a function that makes it, as in"
+            f"task {name}: schedule is already made ({type(schedule).__name__}): give a function that makes it, as in"
             f" schedule=lambda optimizer: {type(schedule).__name__}(optimizer, ...)"
         )
     if schedule is None:
@@ -280,7 +280,7 @@ def is_factory(given: Any) -> bool:
     return callable(given) and not looks_like_data and not isinstance(given, Dataset | nn.Module)
 
 
-_FEW = 4  # a list of so few arrays holds inputs and targets, not samples
+_FEW = 4  # a list with at most this many arrays holds inputs and targets, not samples
 
 
 def check_data(name: str, field: str, data: Any) -> Data:

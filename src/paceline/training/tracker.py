@@ -125,7 +125,7 @@ class Tracker:
             except (Exception, SystemExit) as error:  # whatever a library raises: training goes on
                 self._failed = True
                 why = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-                self._say(f"the tracker cannot be written and is left out from here on: {' '.join(why.split())[:300]}")
+                self._say(f"the tracker failed and is left out from here on: {' '.join(why.split())[:300]}")
 
     def _open(self, resumed_at: int | None, rows: Mapping[str, int]) -> None:
         """Open the library; `rows` has the last step of each kind of row, for a library that cannot tell."""

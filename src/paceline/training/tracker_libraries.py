@@ -45,7 +45,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """W&B: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE and the others count. Without an account, offline in the record."""
+    """W&B: it reads WANDB_PROJECT, WANDB_MODE and its other variables. Without an account, offline in the record."""
 
     def __init__(self, about: About) -> None:
         wandb = self._wandb = _import("wandb")
@@ -99,7 +99,7 @@ def _has_wandb_account() -> bool:
 
 
 class Mlflow:
-    """MLflow: MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME count. Without them, the library's own local store."""
+    """MLflow: it reads MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME. Without them, the library's own local store."""
 
     def __init__(self, about: About) -> None:
         uri = None
@@ -147,7 +147,7 @@ class Mlflow:
 
 
 class Trackio:
-    """trackio: TRACKIO_DIR, TRACKIO_SPACE_ID and the others count. Without them, its local database."""
+    """trackio: it reads TRACKIO_DIR, TRACKIO_SPACE_ID and its other variables. Without them, its local database."""
 
     def __init__(self, about: About) -> None:
         trackio = _import("trackio")

@@ -105,14 +105,14 @@ def test_averaged_weights_are_in_the_model_for_validation_only() -> None:
         (lambda model: setattr(model[0], "weight", nn.Parameter(torch.zeros(8, 5))), "on_checkpoint"),
     ],
 )
-def test_exact_mode_refuses_a_change_of_the_model(change: Any, where: str) -> None:
+def test_exact_mode_refuses_a_change_of_the_model(change: Any, where: str, tmp_path: Path) -> None:
     def my_hook(moment: Moment) -> None:
         moment.model.train()
         change(moment.model)
 
     task = blobs(norm=True, hooks=Hooks(**{where: my_hook}))
     with pytest.raises(UsageError, match=rf"^hook {where} \(my_hook\) changed the model \(.+\), which exact mode"):
-        train_in(ALONE, task, {"epochs": 1, "checkpoint_every": "0" if where != "on_checkpoint" else "3", **EXACT}, Path("."))
+        train_in(ALONE, task, {"epochs": 1, "checkpoint_every": "0" if where != "on_checkpoint" else "3", **EXACT}, tmp_path)
 
 
 def test_a_change_in_a_late_step_is_found_without_looking_at_the_bits() -> None:
@@ -241,6 +241,8 @@ def test_the_documented_hooks_work(runs: Path, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert "epoch 2: accuracy 0." in out
     assert "upload runs/x/model.safetensors" in out
+    again = train("hooked_task.py", epochs=2, name="y")
+    assert read_result(runs / "x")["model_sha256"] == again.model_sha256, "workers and resumed runs make the same data"
     names: dict[str, Any] = {"Hooks": Hooks, "Moment": Moment}
     exec(second, names)
     assert train_in(ALONE, blobs(hooks=names["hooks"]), {"epochs": 1, **EXACT}).result.status == "done"

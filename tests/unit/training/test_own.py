@@ -161,9 +161,9 @@ def test_each_group_has_its_own_rate_at_the_reference_batch():
 def test_options_that_the_optimizer_function_does_not_read_are_named():
     task = own(optimizer=lambda model, config: SGD(model.parameters(), lr=config.base_lr))
     assert not made(task, base_lr=0.3, clip_norm=1.0).notes
-    end = "here: the task has its own optimizer, whose function does not read it"
-    assert made(task, base_lr=0.3, momentum=0.5).notes == (f"--momentum does nothing {end}",)
-    assert made(task, beta1=0.5, momentum=0.5).notes == (f"--beta1, --momentum do nothing {end}",)
+    end = "here: the task has its own optimizer, and its function does not read"
+    assert made(task, base_lr=0.3, momentum=0.5).notes == (f"--momentum does nothing {end} it",)
+    assert made(task, beta1=0.5, momentum=0.5).notes == (f"--beta1, --momentum do nothing {end} them",)
     everything = own(optimizer=lambda model, config: SGD(model.parameters(), lr=vars(config)["base_lr"]))
     assert not made(everything, momentum=0.5).notes
     assert not made(replace(task, defaults={**task.defaults, "momentum": 0.5})).notes, "the task itself says so"
@@ -444,7 +444,7 @@ def test_local_steps_need_a_state_that_starts_at_zero():
         ({"optimizer": "adam"}, "optimizer is text, 'adam': a built-in one is an option"),
         (
             {"optimizer": SGD([torch.zeros(1, requires_grad=True)])},
-            "optimizer is SGD that is already made, but the model is not",
+            "optimizer is already made (SGD), but the model is not",
         ),
         ({"optimizer": RMSprop}, "optimizer is the class RMSprop: write optimizer=lambda model, config: RMSprop("),
         ({"optimizer": lambda model: None}, "cannot be called with (model, config)"),
@@ -454,7 +454,7 @@ def test_local_steps_need_a_state_that_starts_at_zero():
             "schedule is text, 'cosine': a built-in one is an option, as in defaults={'schedule': 'cosine'}",
         ),
         ({"schedule": StepLR}, "schedule needs 'step_size', which is not known"),
-        ({"schedule": StepLR(SGD([torch.zeros(1, requires_grad=True)]), 1)}, "schedule is StepLR that is already made"),
+        ({"schedule": StepLR(SGD([torch.zeros(1, requires_grad=True)]), 1)}, "schedule is already made (StepLR)"),
         ({"schedule": lambda optimizer, length: 1}, "schedule needs 'length', which is not known"),
         ({"schedule": lambda: 1}, "cannot be called with (step)"),
         ({"schedule": 0.5}, "schedule is a float: it must be a function"),
@@ -557,7 +557,8 @@ def test_the_pages_task_trains():
     (code,) = re.findall(r"```python\n(import torch.*?)```", PAGE, flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
-    trained = train_in(ALONE, names["task"](), {"epochs": 3})
+    trained, again = (train_in(ALONE, names["task"](), {"epochs": 3}) for _ in range(2))
+    assert trained.result.model_sha256 == again.result.model_sha256, "workers and resumed runs make the same data"
     assert rates(trained)[:: len(rates(trained)) // 3] == pytest.approx([1.0, 0.7, 0.49])
     assert "Adadelta (the task's own) at lr 1, StepLR (the task's own) once per epoch" in PAGE
     run = made(names["task"]())

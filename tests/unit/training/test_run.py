@@ -232,7 +232,7 @@ def test_a_tracker_that_fails_after_the_record_is_finished_is_said(runs: Path, c
     close = SummaryWriter.close
     monkeypatch.setattr(SummaryWriter, "close", full)
     assert train(blobs(), epochs=1, tracker="tensorboard", name="x").status == "done"
-    said = "note: the tracker cannot be written and is left out from here on: No space left on device\n"
+    said = "note: the tracker failed and is left out from here on: No space left on device\n"
     assert capsys.readouterr().out.endswith(said)
 
 

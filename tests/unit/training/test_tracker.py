@@ -132,7 +132,7 @@ def test_a_tracker_that_comes_later_gets_the_rows_from_before(runs: Path, memory
 def test_a_library_that_fails_costs_one_line(runs: Path, memory: Memory, capsys: pytest.CaptureFixture[str]) -> None:
     memory.fails_at = 8
     assert train(blobs(), **LONG).status == "done"
-    said = "the tracker cannot be written and is left out from here on: ValueError: the server is gone"
+    said = "the tracker failed and is left out from here on: ValueError: the server is gone"
     assert capsys.readouterr().out.count(said) == 1
     assert memory.steps("train/loss") == [2, 4, 6]
     assert memory.summaries == []

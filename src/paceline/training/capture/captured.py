@@ -191,8 +191,8 @@ class _Trials:
         return captured, " and compiled" if compiled else f" (not compiled: {not_compiled})"
 
     def _take_state(self) -> State | None:
-        """The state of a new optimizer of the task's own, taken out of it unless all of it starts at zero: only its first step
-        knows how it starts."""
+        """Take the state out of the task's own optimizer, if it is new and some of its state may not start at zero: then only
+        its first step knows how it starts."""
         optimizer = self.run.update.optimizer
         if all(map(starts_at_zero, members(optimizer))) or not (self.kept and self.kept.fresh):
             return None
@@ -201,7 +201,7 @@ class _Trials:
         return taken
 
     def _forget_state(self) -> None:
-        """After an attempt that failed, let a new optimizer of the task's own initialize its state in the first step."""
+        """After an attempt that failed, let the task's own optimizer, if it is new, initialize its state in the first step."""
         if self.kept is not None and self.kept.fresh and self.run.update.is_own:
             self.run.update.optimizer.state.clear()
 
@@ -214,7 +214,7 @@ class _Trials:
         return _Case(step, inputs, partial(run.parts.seed, self.at, step.passes[0]))
 
     def _shapes_differ(self, full: _Case) -> str:
-        """Why batches of the task's own collate cannot share a graph. Two more steps are looked at."""
+        """Why batches of the task's own collate cannot share a graph, from two more steps; "" if they can."""
         shapes = [tensor.shape for tensor in tensors_in(full.inputs)]
         for number in range(1, min(3, self.run.sampler.full_steps)):
             others = [tensor.shape for tensor in tensors_in(self._case(number).inputs)]
@@ -354,7 +354,7 @@ def _why_never(run: Run) -> str:
 
 def _warm_ups(run: Run) -> int:
     """Steps before the recorded one: torch's libraries initialize in the first, and DDP measures its own first ten."""
-    # After one more, a new optimizer of the task's own is in the state that every later trial starts from.
+    # After one more, the task's own new optimizer is in the state that every later trial starts from.
     return (11 if run.world.size > 1 and run.config.reduce == "fast" else 1) + run.update.is_own
 
 
