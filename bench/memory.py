@@ -11,6 +11,7 @@ import platform
 import statistics
 import time
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,15 @@ def measure(precision: str, recompute: bool) -> dict[str, object]:
         "weights_gradients_state_bytes": 4 * weights,
         "data_bytes": data,
     }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown, for docs/precision.md."""
+    lines = ["| precision | checkpointing | peak memory | a step |", "|---|---|---|---|"]
+    for row in result["rows"]:
+        recomputes = "yes" if row["checkpointing"] else "no"
+        lines.append(f"| {row['precision']} | {recomputes} | {row['peak_bytes'] / 2**30:.2f} GiB | {row['step_ms']:.0f} ms |")
+    return "\n".join(lines)
 
 
 def main() -> None:

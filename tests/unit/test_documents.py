@@ -24,6 +24,7 @@ TABLES = {
     "reduce": "exact",
     "checkpoint": "recovery",
     "data_feed": "data",
+    "memory": "precision",
     **dict.fromkeys(("limit", "peers_cpu", "workers", "overhead_cpu", "shared_cores", "startup", "growth"), "speed"),
 }
 """Committed result -> the page that shows its table."""

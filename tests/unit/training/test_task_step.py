@@ -91,6 +91,17 @@ def test_options_that_change_the_step_are_refused(option: str, value: Any, said:
     assert "\n" not in str(caught.value)
 
 
+def test_fp16_needs_the_built_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto does not choose it: on a V100, a GAN trains in fp32."""
+    monkeypatch.setattr("paceline.training.build.choose_precision", lambda config, world: ("fp16", ()))
+    with pytest.raises(UsageError, match="fp16 needs the built-in step's loss scale: use --precision fp32 or bf16"):
+        train_in(ALONE, blobs(step=classify), {**PLAIN, "precision": "fp16"})
+    chosen = train_in(ALONE, blobs(step=classify), {**PLAIN, "precision": "auto"})
+    monkeypatch.undo()
+    plain = train_in(ALONE, blobs(step=classify), {**PLAIN, "precision": "fp32"})
+    assert chosen.result.model_sha256 == plain.result.model_sha256
+
+
 def half_done(step: Any, model: nn.Module, optimizers: Any) -> Any:
     for part in step:
         part.backward(F.cross_entropy(model(part.batch[0]), part.batch[1]))
