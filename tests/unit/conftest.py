@@ -33,6 +33,14 @@ sys.addaudithook(_refuse)
 _multiprocessing_start, BaseProcess.start = BaseProcess.start, _start  # type: ignore[method-assign]
 
 
+def pytest_sessionstart() -> None:
+    """Try bf16 and fp16 on this CPU once, in child processes. Runs then find the answers in the cache."""
+    from paceline.training.precision import TRIAL_THREADS, try_bf16, try_fp16
+
+    try_bf16(TRIAL_THREADS)
+    try_fp16(TRIAL_THREADS)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
     """Fail a test even if what it tests survived the refusal, or met it in a thread."""
