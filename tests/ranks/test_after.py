@@ -56,3 +56,34 @@ def test_every_worker_starts_from_rank_0s_weights(tmp_path: Path) -> None:
     found = [weights for workers in (1, 2, 3) for weights in run_workers(start, workers, str(tmp_path / "w.pt"))]
     for weights in found[1:]:
         assert all((weights[name] == found[0][name]).all() for name in weights)
+
+
+STREAM = """
+from paceline import Stream
+
+def blocks(shard, shards, epoch):
+    samples = [data(count=101)[i] for i in range(101)]
+    files = [samples[i : i + 11] for i in range(0, 101, 11)]
+    for file in files[shard::shards]:
+        yield from file
+
+def stream():
+    return Stream(blocks, samples=101)
+"""
+
+
+def look_at_stream(world: World, folder: str, record: str) -> str:
+    import os
+
+    os.chdir(folder)
+    to = Path(f"s{world.size}.npz")
+    with deterministic():
+        predict(Request(record=record, data="my.py:stream"), to, False, world)
+    return hashlib.sha256(to.read_bytes()).hexdigest() if world.is_main else ""
+
+
+def test_a_stream_is_predicted_in_its_own_order_on_any_number_of_workers(record: str) -> None:
+    """Not split by worker: its shards would be other files, with other numbers of samples."""
+    Path("my.py").write_text(TASK + STREAM)
+    found = [run_workers(look_at_stream, workers, str(Path.cwd()), record)[0] for workers in (1, 2, 3)]
+    assert len(set(found)) == 1

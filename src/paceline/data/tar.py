@@ -8,17 +8,17 @@ import io
 import json
 import random
 import tarfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, repeat
 from os import PathLike, fspath
-from pathlib import PurePosixPath
 from typing import Any, cast
 
 import numpy as np
 
 from paceline.core.stream import Stream
-from paceline.errors import UsageError
+from paceline.errors import UsageError, first_line
 from paceline.output import plural
 
 Decode = Callable[[dict[str, Any]], Any]
@@ -48,7 +48,7 @@ def tar_stream(
         raise UsageError("tar_stream got no files: check the folder and the pattern")
     if decode is not None and not callable(decode):
         raise UsageError(f"tar_stream: decode is {type(decode).__name__}: give a function of a dict with a sample's fields")
-    counts = [sum(1 for _ in _headers(path)) for path in paths] if samples is None else []
+    counts = [sum(1 for _ in _samples(path, repeat(False))) for path in paths] if samples is None else []
     found = sum(counts) if samples is None else samples
     if not found:
         raise UsageError(f"the tar files have no samples: the first of {plural(len(paths), 'file')} is {paths[0]}")
@@ -74,37 +74,43 @@ class _TarFiles:
 
     def _read(self, paths: list[str], first: int, every: int) -> Iterator[Any]:
         """Every n-th sample of these files. Of the others only the headers are read."""
-        found = ((path, members) for path in paths for members in _headers(path))
-        for path, (name, tar, members) in islice(found, first, None, every):
-            fields: dict[str, Any] = {"__key__": name}
-            for ending, member in members.items():
-                content = cast(Any, tar.extractfile(member)).read()
-                fields[ending] = _decode_member(path, member.name, ending, content)
-            yield fields if self.decode is None else self.decode(fields)
+        wanted = (number % every == first for number in count())
+        for path in paths:
+            for name, contents in _samples(path, wanted):
+                if contents is not None:
+                    decoded = {ending: _decode_member(path, name, ending, content) for ending, content in contents.items()}
+                    fields = {"__key__": name, **decoded}
+                    yield fields if self.decode is None else self.decode(fields)
 
 
-def _headers(path: str) -> Iterator[tuple[str, tarfile.TarFile, dict[str, tarfile.TarInfo]]]:
-    """For each sample: its name, the open file, and its members by their ending."""
+def _samples(path: str, wanted: Iterator[bool]) -> Iterator[tuple[str, dict[str, bytes] | None]]:
+    """The name of each sample, and the contents of its members by their ending, or None if it is not wanted.
+
+    A member is read when its header is: in a compressed file, going back to it would read the file from its beginning.
+    """
     try:
-        tar = tarfile.open(path)  # noqa: SIM115  # closed below
-    except (OSError, tarfile.TarError) as error:
-        raise UsageError(f"cannot read the tar file {path}: {error}") from None
-    with tar:
-        name, members = "", dict[str, tarfile.TarInfo]()
-        for member in tar:
-            cast(Any, tar).members = []  # or it keeps all headers that it has read
-            if not member.isfile():
-                continue
-            place = PurePosixPath(member.name)
-            stem, _, ending = place.name.partition(".")
-            here = str(place.with_name(stem))
-            if members and (here != name or ending.lower() in members):
-                yield name, tar, members
-                members = {}
-            name = here
-            members[ending.lower()] = member
-        if members:
-            yield name, tar, members
+        with tarfile.open(path) as tar:
+            name, endings = "", set[str]()
+            contents: dict[str, bytes] | None = None
+            for member in tar:
+                cast(Any, tar).members = []  # or it keeps all headers that it has read
+                folder, _, file = member.name.rpartition("/")
+                stem, _, ending = file.partition(".")
+                if not member.isfile() or not stem:  # a hidden file, such as .DS_Store or ._0001.jpg, is not a sample
+                    continue
+                here, ending = f"{folder}/{stem}" if folder else stem, ending.lower()
+                if not endings or here != name or ending in endings:
+                    if endings:
+                        yield name, contents
+                    name, endings, contents = here, set(), {} if next(wanted) else None
+                endings.add(ending)
+                if contents is not None:
+                    contents[ending] = cast(Any, tar.extractfile(member)).read()
+            if endings:
+                yield name, contents
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        why = first_line(error).rstrip(":")
+        raise UsageError(f"cannot read the tar file {path}, or it is damaged: {why}") from None
 
 
 def _decode_member(path: str, name: str, ending: str, content: bytes) -> Any:
@@ -120,5 +126,5 @@ def _decode_member(path: str, name: str, ending: str, content: bytes) -> Any:
             case "npy":
                 return np.load(io.BytesIO(content), allow_pickle=False)
     except ValueError as error:
-        raise UsageError(f"cannot decode {name} in {path} as {kind}: {error}") from None
+        raise UsageError(f"cannot decode {name}.{ending} in {path} as {kind}: {error}") from None
     return content

@@ -97,7 +97,7 @@ def in_world(request: Request, command: Sequence[str], work: Callable[[World], d
 def opened(request: Request, here: World, *, validates: bool) -> Iterator[Opened]:
     """Build the run of a record for these workers, with its weights. Collective: call on every rank.
 
-    The data to look at takes the place of the training data and, if `validates`, of the validation data.
+    The data to look at takes the place of the training data and of the validation data. `validates`: the metrics are needed.
     """
     found = vars(read_trained(request.record, request.runs_dir)) if here.is_main else None
     trained = Trained(**here.broadcast(found))
@@ -105,10 +105,13 @@ def opened(request: Request, here: World, *, validates: bool) -> Iterator[Opened
     task, config = trained.resolve(request.task or None)
     sources, about = _choose_data(request.data, task, config, predicts=not validates)
     first = next(iter(sources.values())) if isinstance(sources, Mapping) else sources
-    looked_at: dict[str, Any] = {"train": first, "validation": sources if validates else None}
+    # A stream is read whole only as validation data: as training data it would be split by the number of workers.
+    looked_at: dict[str, Any] = {"train": first, "validation": sources}
     unneeded = _TRAINING_ONLY if validates else {**_TRAINING_ONLY, **_VALIDATION_ONLY}
     seen = count_samples(cast(Any, first)())
-    if 0 < seen < here.size:
+    if not seen:
+        raise UsageError(f"{about} has no samples: check for a wrong folder, or a filter that removes everything")
+    if seen < here.size:
         raise UsageError(f"{plural(seen, 'sample')} for {here.size} workers: use --workers {seen} or fewer")
     run = build(replace(task, **looked_at, **unneeded), _plain(config, here, trained), here)
     with run:

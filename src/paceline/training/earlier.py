@@ -86,7 +86,7 @@ def _find_branch(task: str | Task, config: Config, place: Place, options: Mappin
     record = _resolve(config.branch_from, config)
     if not _is_record(record):
         raise UsageError(f"--branch-from {config.branch_from}: no record of that name, neither here nor in {config.runs_dir}")
-    trained = _check_task(record, task)
+    trained = _check_task(record, task, "--branch-from")
     if newest_checkpoint(record) < 0:
         raise UsageError(
             f"--branch-from: {record} kept no checkpoint to continue from; --init-from {record} starts from its weights only"
@@ -127,7 +127,7 @@ def _is_record(path: Path) -> bool:
     return any((path / name).exists() for name in ("metrics.jsonl", FOLDER, "config.toml"))
 
 
-def _check_task(record: Path, task: str | Task) -> str:
+def _check_task(record: Path, task: str | Task, asked: str = "--resume") -> str:
     """The name of the task that a record trains; empty if it does not say. Raises a UsageError if a built-in task differs.
 
     A user's own task has to be loaded before its name is known.
@@ -138,13 +138,13 @@ def _check_task(record: Path, task: str | Task) -> str:
     recorded, given = str(about.get("task") or ""), task_name(task)
     known = recorded in tasks.built_in() or (isinstance(task, str) and given in tasks.built_in())
     if recorded and recorded != given and known:
-        raise other_task(str(record), recorded, given)
+        raise other_task(str(record), recorded, given, asked)
     return name
 
 
-def other_task(record: str, trained: str, given: str) -> UsageError:
+def other_task(record: str, trained: str, given: str, asked: str = "--resume") -> UsageError:
     """The error for a record of another task."""
-    return UsageError(f"--resume: {record} is a record of task {trained}, not {given}: give that task, or another record")
+    return UsageError(f"{asked}: {record} is a record of task {trained}, not {given}: give that task, or another record")
 
 
 def _read_about(record: Path) -> dict[str, Any]:

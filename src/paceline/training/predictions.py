@@ -18,6 +18,7 @@ from paceline.dist.world import World
 from paceline.errors import PacelineError, UsageError, first_line
 from paceline.output import stages
 from paceline.training.after import Opened, Request, opened, refuse_problem
+from paceline.training.build import ValidationSet
 from paceline.training.outputs import check_target, name_rows, writing
 
 _PREDICT = 0x93ED  # keeps the random numbers of predictions apart from those of training
@@ -29,7 +30,7 @@ Predict = Callable[[Batch], Any]
 def predict(request: Request, to: Path, force: bool, here: World) -> dict[str, Any]:
     """Write the predictions to a file on rank 0; says what was written. Collective: call on every rank."""
     with opened(request, here, validates=False) as model:
-        run, samples = model.run, model.run.sampler.samples
+        run, samples = model.run, _data(model).samples
         size = run.config.eval_batch or (1000 if here.device.type == "cuda" else 250)
         chunks, (how, function) = Chunks(samples, size, here), _choose(model, min(size, samples))
         with ExitStack() as stack:
@@ -53,15 +54,20 @@ def predict(request: Request, to: Path, force: bool, here: World) -> dict[str, A
 
 def _predictions(model: Opened, chunks: Chunks, function: Predict) -> Iterator[dict[str, Tensor]]:
     """The named rows of each of this worker's chunks."""
-    run = model.run
+    run, loader = model.run, _data(model).loader
 
     def seed(i: int) -> None:
         seed_all(key(run.config.seed, _PREDICT, chunks.numbers[i]), run.world.device)
 
-    for mine, inputs in zip(chunks.mine, run.train.inputs(chunks.mine, None, seed), strict=True):
+    for mine, inputs in zip(chunks.mine, loader.inputs(chunks.mine, None, seed), strict=True):
         with torch.no_grad(), run.forward.autocast():
-            tree = function(run.train.make(inputs))
+            tree = function(loader.make(inputs))
         yield name_rows(tree, len(mine))
+
+
+def _data(model: Opened) -> ValidationSet:
+    """The data to predict."""
+    return next(iter(model.run.validation_sets.values()))
 
 
 def _choose(model: Opened, count: int) -> tuple[str, Predict]:
@@ -73,7 +79,7 @@ def _choose(model: Opened, count: int) -> tuple[str, Predict]:
     objective, own = getattr(task, "validation_objective", None) or task.objective, task.predict
     if own is not None:
         return "the task's predict", lambda batch: own(run.model, batch)
-    (batch,) = run.train.batches([np.arange(count)], None)
+    (batch,) = _data(model).loader.batches([np.arange(count)], None)
     why = "the objective reports no 'outputs'"
     try:
         with run.forward.autocast():

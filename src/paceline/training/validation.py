@@ -30,6 +30,7 @@ from paceline.training.capture.captured import CapturedStep
 from paceline.training.capture.graph import Graph, compiler, find_obstacle
 from paceline.training.forward import check_values
 from paceline.training.metrics import WholeSet
+from paceline.training.monitor import make_monitor
 from paceline.training.step import Executor, TrainStep
 
 _SAMPLES, _CHUNKS = 8192, 256  # at most, of the training data: for the batch-norm statistics of averaged weights
@@ -62,10 +63,11 @@ class Validation:
         return found
 
     def check(self) -> str:
-        """Raise a UsageError if `--target-accuracy` or the task's metrics cannot be measured: before the first step, not after
-        the first epoch. Returns a note for the user, or "". Collective: call on every rank.
+        """Raise a UsageError if `--target-accuracy`, `--monitor` or the task's metrics cannot be measured: before the first
+        step, not after the first epoch. Returns a note for the user, or "". Collective: call on every rank.
         """
         config, metrics = self._run.config, self._run.task.metrics
+        self._check_monitor()
         if not config.target_accuracy and not metrics:
             return ""
         found, note = next(iter(self._sets.values())).try_first()
@@ -76,6 +78,14 @@ class Validation:
                 " add it to the dict that the objective returns, or leave --target-accuracy out"
             )
         return note
+
+    def _check_monitor(self) -> None:
+        """A metric that the task computes over whole sets can report several numbers: then only a validation tells."""
+        if self._run.config.monitor and not self._run.task.metrics:
+            names: list[str] = []
+            for number, (name, one) in enumerate(self._sets.items()):
+                names += [f"{name}/{key}" if number else key for key in one.try_first()[0]]
+            make_monitor(self._run.config).read(dict.fromkeys(names, 0.0))
 
 
 class _Set:

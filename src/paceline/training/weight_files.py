@@ -173,7 +173,8 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _find_tensors(found: Any, path: Path) -> dict[str, Tensor]:
     """The state dict in what a torch file held: itself, or under one of the usual names."""
-    for each in (found, *(found.get(name) for name in _NESTED)) if isinstance(found, Mapping) else ():
+    # The nested ones first: training scripts save other tensors beside them, such as the best accuracy.
+    for each in (*(found.get(name) for name in _NESTED), found) if isinstance(found, Mapping) else ():
         if isinstance(each, Mapping):
             tensors = {str(name): value for name, value in each.items() if isinstance(value, Tensor)}
             if tensors:
@@ -186,8 +187,8 @@ def _find_tensors(found: Any, path: Path) -> dict[str, Tensor]:
 def fit_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Match:
     """Copy the tensors that fit into the model's weights and buffers, in place."""
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    named = {_own_name(name, own): value for name, value in weights.items()}
-    fits = {name: value for name, value in named.items() if name in own and own[name].shape == value.shape}
+    named = _own_names(weights, own)
+    fits = {name: value for name, value in named.items() if name in own and _kind(own[name]) == _kind(value)}
     for name, value in fits.items():
         own[name].copy_(value)
     shared = {_place(own[name]) for name in fits if own[name].numel()}  # tied weights are stored once
@@ -206,6 +207,23 @@ def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
     return id(tensor), tuple(tensor.shape)
 
 
+def _own_names(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights by the model's names. If none is known, a first part that all share is removed: Lightning saves a module's
+    net as `model.conv.weight`, or whatever its attribute is called.
+    """
+    named = {_own_name(name, own): value for name, value in weights.items()}
+    shared = {name.partition(".")[0] for name in named}
+    if len(shared) == 1 and not any(name in own for name in named):
+        inner = {name.partition(".")[2]: value for name, value in named.items()}
+        return inner if any(name in own for name in inner) else named
+    return named
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.layout, bool]:
+    """What must be equal to copy one tensor to another."""
+    return tensor.shape, tensor.layout, tensor.is_complex()
+
+
 def _own_name(name: str, own: Mapping[str, Tensor]) -> str:
     """The name without what DDP and torch.compile put into it."""
     plain = name.replace("._orig_mod.", ".")
@@ -215,7 +233,8 @@ def _own_name(name: str, own: Mapping[str, Tensor]) -> str:
 
 
 def _shape(tensor: Tensor) -> str:
-    return " x ".join(map(str, tensor.shape)) or "a scalar"
+    kind = " complex" if tensor.is_complex() else "" if tensor.layout == torch.strided else " sparse"
+    return (" x ".join(map(str, tensor.shape)) or "a scalar") + kind
 
 
 def _first(names: tuple[str, ...]) -> str:

@@ -117,7 +117,7 @@ def test_other_data_and_random_data(capsys: pytest.CaptureFixture[str]) -> None:
         (("evaluate", "x", "--data", "nowhere:f"), "--data nowhere:f raised ModuleNotFoundError"),
         (("evaluate", "x", "--data", "my.py:nothing"), "--data my.py:nothing returned None: it must return data"),
         (("evaluate", "x", "--data", "my.py:task"), "--data my.py:task returned a Task: give a function that returns data"),
-        (("evaluate", "x", "--data", "my.py:empty"), "is empty"),
+        (("evaluate", "x", "--data", "my.py:empty"), "my.py:empty has no samples"),
         (("evaluate", "x", "--workers", "0"), "--workers is 0: it must be at least 1"),
         (("evaluate", "x", "--weights", "best"), "runs/x has no best.safetensors: train with --save-best"),
         (("evaluate", "x", "--task", "other.py"), "task file other.py does not exist"),

@@ -1,5 +1,6 @@
 """--monitor, --save-best and --stop-after."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def scripted(*scores: float, **fields: Any) -> Task:
     def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
         values = classify()(model, batch[:2])
         if not model.training:
-            values["score"] = torch.full_like(values["loss"], scores[epoch["now"]])
+            values["score"] = torch.full_like(values["loss"], scores[min(epoch["now"], len(scores) - 1)])
         return values
 
     return blobs(objective=objective, hooks=Hooks(on_start=start, on_epoch=count), **fields)
@@ -178,3 +179,15 @@ def test_the_best_epoch_needs_validation(runs: Path, option: dict[str, Any]) -> 
     with pytest.raises(UsageError, match=rf"^--{name.replace('_', '-')}: task blobs has no validation data"):
         train(task, **option)
     assert not runs.exists()
+
+
+@pytest.mark.parametrize("monitor", ["acuracy", "other/acuracy"])
+def test_an_unknown_metric_is_reported_before_the_first_step(runs: Path, monitor: str) -> None:
+    """Not after an epoch, which can take hours."""
+    steps: list[int] = []
+    task = blobs()
+    sets: Any = {"main": task.validation, "other": task.validation}
+    with pytest.raises(UsageError, match="--monitor"):
+        train(replace(task, validation=sets, hooks=Hooks(on_step=lambda moment: steps.append(1))), monitor=monitor, epochs=1)
+    assert not steps
+    assert train(replace(task, validation=sets), monitor="other/accuracy", epochs=1).best["metric"] == "other/accuracy"

@@ -106,6 +106,8 @@ def test_other_data_another_model_or_a_seed_in_mid_epoch_is_refused(runs: Path) 
         train("task.py", branch_from="a", max_steps=0, seed=1)
     with pytest.raises(UsageError, match=r"is a record of task t, not other|the task was t, is other"):
         train("task.py:other", branch_from="a", max_steps=0)
+    with pytest.raises(UsageError, match=r"^--branch-from: .* is a record of task"):
+        train("fashion-mnist-mini", branch_from="a", max_steps=0)
     Path("second.py").write_text(TASK.replace("data(20)", "data(22)"))
     with pytest.raises(UsageError, match=r"the training or validation data is not the same"):
         train("second.py", branch_from="a", max_steps=0)

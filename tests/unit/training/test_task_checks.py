@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from harness.training import ALONE, blobs, train_in
 from paceline.config import make_config
-from paceline.errors import UsageError
+from paceline.errors import Diverged, UsageError
 from paceline.training.build import build
 from paceline.training.task import Task, classify
 
@@ -137,3 +137,13 @@ def changing(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
 def test_metrics_that_change_within_a_validation_are_refused() -> None:
     with pytest.raises(UsageError, match="report the same metrics"):
         train_in(ALONE, blobs(objective=changing), ONE)
+
+
+def test_a_first_loss_that_is_not_a_number_has_diverged() -> None:
+    """Several parts in one pass: their losses are compared with those of a part alone."""
+
+    def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        return {"loss": model(batch[0]).sum(1) * float("nan")}
+
+    with pytest.raises(Diverged, match="the loss is nan in the first step"):
+        train_in(ALONE, replace(blobs(), objective=objective), {"virtual_workers": 4, "epochs": 1})

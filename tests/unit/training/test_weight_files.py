@@ -111,3 +111,23 @@ def test_a_run_starts_from_the_weights_and_says_so(tmp_path: Path) -> None:
     found = start_from(model, make_config({"init_from": str(tmp_path / "w.pt")}), ALONE)
     assert found.about.endswith(f"(sha256 {found.sha256[:16]}), all 9 tensors")
     assert all((value.numpy() == first.weights[name]).all() for name, value in model.state_dict().items())
+
+
+def test_other_tensors_beside_the_weights_do_not_hide_them(tmp_path: Path) -> None:
+    """As torch's imagenet example saves them: the best accuracy is a tensor."""
+    torch.save({"epoch": 3, "best_acc1": torch.tensor(71.2), "state_dict": state()}, tmp_path / "w.pth.tar")
+    assert read_weights(tmp_path / "w.pth.tar").keys() == state().keys()
+
+
+def test_the_attribute_that_held_the_model_is_removed_if_nothing_else_fits() -> None:
+    """As in Lightning's checkpoints."""
+    assert fit_weights(net(), {f"backbone.{name}": value for name, value in state().items()}).complete
+    assert not fit_weights(net(), {f"{name}x": value for name, value in state().items()}).loaded
+
+
+@pytest.mark.parametrize(("change", "says"), [(torch.Tensor.to_sparse, "sparse"), (lambda x: x + 0j, "complex")])
+def test_sparse_and_complex_tensors_do_not_match(change: Any, says: str) -> None:
+    name = next(name for name, value in state().items() if value.dim() == 2)
+    match = fit_weights(net(), {**state(), name: change(state()[name])})
+    assert name not in match.loaded
+    assert says in match.describe()
