@@ -30,7 +30,7 @@ from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.dataset import _DATA, count_samples
 from paceline.training.loop import make_clock, make_step
-from paceline.training.task import Task
+from paceline.training.task import Task, no_objective
 from paceline.training.task_fields import Source, check_data, is_factory
 from paceline.training.trained import WEIGHTS, Trained, put_in, read_trained
 from paceline.training.validation import Validation
@@ -107,6 +107,8 @@ def opened(request: Request, here: World, *, validates: bool) -> Iterator[Opened
     first = next(iter(sources.values())) if isinstance(sources, Mapping) else sources
     looked_at: dict[str, Any] = {"train": first, "validation": sources if validates else None}
     unneeded = _TRAINING_ONLY if validates else {**_TRAINING_ONLY, **_VALIDATION_ONLY}
+    if task.objective is no_objective and not validates:  # without its step function, a task must have an objective
+        looked_at["objective"] = lambda model, batch: no_objective(model, batch)
     seen = count_samples(cast(Any, first)())
     if 0 < seen < here.size:
         raise UsageError(f"{plural(seen, 'sample')} for {here.size} workers: use --workers {seen} or fewer")

@@ -161,3 +161,13 @@ def test_a_dict_of_optimizers_needs_a_step() -> None:
 def test_the_name_that_lightning_has_is_known() -> None:
     with pytest.raises(UsageError, match="did you mean 'step'"):
         blobs(training_step=classify)
+
+
+def test_only_a_step_without_validation_needs_no_objective() -> None:
+    fields = {"name": "own", "model": blobs().model, "train": blobs().train}
+    result = train_in(ALONE, Task(**fields, step=classify), PLAIN)
+    assert result.result.status == "done"
+    with pytest.raises(UsageError, match="task own has no objective, and it says what to minimize: give objective="):
+        Task(**fields)
+    with pytest.raises(UsageError, match="task own has no objective, and its validation data needs one: give objective="):
+        Task(**fields, step=classify, validation=blobs().validation)
