@@ -11,6 +11,7 @@ from torch import nn
 from harness.training import ALONE, blobs, train_in
 from paceline import Task
 from paceline.errors import UsageError
+from paceline.training import tasks
 
 PLAIN = {"schedule": "constant", "optimizer": "sgd", "momentum": 0.9, "epochs": 2, "virtual_workers": 3}
 
@@ -171,3 +172,5 @@ def test_only_a_step_without_validation_needs_no_objective() -> None:
         Task(**fields)
     with pytest.raises(UsageError, match="task own has no objective, and its validation data needs one: give objective="):
         Task(**fields, step=classify, validation=blobs().validation)
+    with pytest.raises(UsageError, match="--ema: task own has no objective"):
+        tasks.resolve(Task(**fields, step=classify), {"ema": 0.9})
