@@ -269,7 +269,8 @@ class Config(RemembersGiven):
         if self.patience > 1 and "target_accuracy" not in self.given:
             raise UsageError(
                 f"--patience {self.patience} does nothing without --target-accuracy: it counts the epochs in a row that reach"
-                " the target; give both, or leave --patience out (or set it to 1)"
+                f" the target; give both, or leave --patience out (to stop after {self.patience} epochs without a better one:"
+                f" --stop-after {self.patience})"
             )
         if self.sam_rho and self.accumulate > 1:
             raise UsageError(
@@ -338,6 +339,8 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if value not in choices:
+            if isinstance(value, str) and "," in value and all(each.strip() in choices for each in value.split(",")):
+                raise UsageError(f"{flag(key)} takes one value, not {value!r}: choose one of them")
             raise unknown(f"value for {flag(key)}", short(value), choices)
         return value
     shown = short(repr(value) if isinstance(value, str) else value)

@@ -97,8 +97,10 @@ TABLE = {
         " Task(sampling=balanced(labels))"
     ),
     "val-split validation-split": "not an option: a task has its own validation data, Task(validation=...)",
-    "limit-train-batches": "use {train_samples} (train on the first N samples) or {max_steps}",
-    "eval-steps eval-every val-check-interval eval-strategy": "not available: a run validates after every epoch",
+    "limit-train-batches overfit-batches": "use {train_samples} (train on the first N samples) or {max_steps}",
+    "eval-steps eval-every val-check-interval check-val-every-n-epoch eval-strategy": (
+        "not available: a run validates after every epoch"
+    ),
     "log-every-n-steps logging-steps log-interval print-freq": "use {log_every} (write a row to metrics.jsonl every N steps)",
     "report-to logger log-with": "use {tracker} (wandb, mlflow, trackio or tensorboard)",
     "dropout drop drop-rate": (

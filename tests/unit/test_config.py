@@ -356,8 +356,15 @@ def test_local_steps_have_no_common_gradient(other):
 
 
 def test_patience_needs_a_target() -> None:
-    with pytest.raises(UsageError, match=r"--patience 3 does nothing without --target-accuracy: .*give both, or leave"):
+    with pytest.raises(
+        UsageError, match=r"--patience 3 does nothing without --target-accuracy: .*give both, or leave.*--stop-after 3"
+    ):
         make_config({"patience": 3})
     assert make_config({"patience": 1, "target_accuracy": 0.0}).patience == 1  # as every record's config.toml says
     assert make_config({"patience": 3}, {"target_accuracy": 0.9}).patience == 3
     assert make_config({"patience": 3}, {"patience": 1}).patience == 1
+
+
+def test_a_choice_takes_one_value() -> None:
+    with pytest.raises(UsageError, match=r"--tracker takes one value, not 'wandb,mlflow': choose one"):
+        make_config({"tracker": "wandb,mlflow"})

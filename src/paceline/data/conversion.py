@@ -77,7 +77,8 @@ def explain_collate(items: Sequence[Any], samples: Sequence[int], data: str) -> 
     for item, sample in zip(items[1:], samples[1:], strict=True):
         differs = _find_difference(items[0], item, "")
         if differs:
-            fix = "crop, pad or resize them in __getitem__" if "shape" in differs else "all samples must have the same form"
+            pad = "crop, pad or resize them in __getitem__, or give a function that makes a batch: Task(collate=...)"
+            fix = pad if "shape" in differs else "all samples must have the same form"
             return f"samples {samples[0]} and {sample} of {data} cannot be stacked into a batch: {differs}; {fix}"
     return ""
 

@@ -30,7 +30,7 @@ from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.dataset import _DATA, count_samples
 from paceline.training.loop import make_clock, make_step
-from paceline.training.task import Task
+from paceline.training.task import Task, no_objective
 from paceline.training.task_fields import Source, check_data, is_factory
 from paceline.training.trained import WEIGHTS, Trained, put_in, read_trained
 from paceline.training.validation import Validation
@@ -108,6 +108,8 @@ def opened(request: Request, here: World, *, validates: bool) -> Iterator[Opened
     # A stream is read whole only as validation data: as training data it would be split by the number of workers.
     looked_at: dict[str, Any] = {"train": first, "validation": sources}
     unneeded = _TRAINING_ONLY if validates else {**_TRAINING_ONLY, **_VALIDATION_ONLY}
+    if task.objective is no_objective and not validates:  # without its step function, a task must have an objective
+        looked_at["objective"] = lambda model, batch: no_objective(model, batch)
     seen = count_samples(cast(Any, first)())
     if not seen:
         raise UsageError(f"{about} has no samples: check for a wrong folder, or a filter that removes everything")

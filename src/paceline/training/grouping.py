@@ -46,7 +46,7 @@ def _choose_grouping(model: nn.Module, config: Config, parts: int, workers: int)
         if config.reduce == "exact":
             raise UsageError(
                 f"--reduce exact: {spanning} takes its statistics over all workers, by float sums that depend on"
-                " their number; use norm=part or batch, or --reduce fast"
+                " their number; use plain batch norm (norm=batch or part), or --reduce fast"
             )
         if config.sam_rho or measures_noise(config):
             option = "--sam-rho" if config.sam_rho else "--measure-noise" if config.measure_noise else "--lr-rule adascale"

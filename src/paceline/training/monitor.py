@@ -10,7 +10,7 @@ from paceline.errors import unknown
 
 BEST_FILE = "best.safetensors"
 """The weights of the best epoch, in a record (`--save-best`)."""
-_SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "nll")
+_SMALLER_IS_BETTER = ("loss", "error", "perplexity", "ppl", "mse", "mae", "mape", "nll", "fid", "wer", "cer")
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ def train(task: str | Task, config: Config | None = None, **options: Any) -> Res
     cloudpickle (`pip install 'paceline[notebook]'`).
     """
     if config is not None:
+        if not isinstance(config, Config):
+            raise UsageError(f"the second argument is {config!r}, not a Config: give options by name, as in workers=2")
         if options:
             raise UsageError("a Config and options are both given: put the options into the Config")
         options = {name: value for name, value in vars(config).items() if name in config.given}

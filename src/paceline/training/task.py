@@ -27,6 +27,11 @@ StepFunction = Callable[[Step, nn.Module, Mapping[str, Optimizer]], Mapping[str,
 """(step, model, optimizers by name) -> metrics of the step, "loss" among them; None: those of the last reduction."""
 
 
+def no_objective(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Stands for the objective of a task that has a step function and no validation."""
+    raise UsageError("the task has no objective, which validates: give Task(objective=...), a function of (model, batch)")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A user's model and data. `my_task.py` holds a function `task() -> Task`; `paceline train my_task.py` trains it.
@@ -42,14 +47,15 @@ class Task:
     validation: Source | Mapping[str, Source] | None = None
     """The validation data, or a function that makes it. A dict of several by name: the first is the main one, and metrics of
     the others are called "NAME/loss". None: the run has no validation, and its result no metrics."""
-    objective: Objective
+    objective: Objective = no_objective
     """Calls the model on a batch and returns a dict of tensors. The mean of "loss" over the step is minimized; everything else
     is averaged and reported. A value has one number per sample, or is one number for the batch, which counts for each of its
     samples. With "weight" (one number per sample, or one that belongs to means over the batch, such as their number of tokens)
     all means are weighted by it, over the whole step and over the whole validation set. "outputs" is for `metrics`.
 
     `model` is the one that the task made: call it, or any of its layers. Training and validation may report different metrics.
-    On a GPU a step is recorded once and replayed (`--fast`): Python code in here then does not run again."""
+    On a GPU a step is recorded once and replayed (`--fast`): Python code in here then does not run again. Only a task
+    with `step` and without validation can leave it out."""
     validation_objective: Objective | None = None
     """Another objective for validation. None: the same one."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -105,6 +111,8 @@ class Task:
         task_fields.check_texts(self.name, self.unit, self.classes)
         task_fields.check_source(self.name, "train", self.train)
         validates = bool(task_fields.check_validation(self.name, self.validation))
+        if self.objective is no_objective:
+            task_fields.check_no_objective(self.name, self.step, validates and self.validation_objective is None)
         task_fields.check_objective(self.name, self.objective, classify)
         if self.validation_objective is not None:
             if not validates:

@@ -119,6 +119,14 @@ def check_objective(name: str, objective: Any, classify: Any, field: str = "obje
     _check_call(name, field, objective, ("model", "batch"), fix)
 
 
+def check_no_objective(name: str, step: Any, validates: bool) -> None:
+    """Raise a UsageError unless the task can do without an objective: a step function trains, and nothing validates."""
+    if step is None or validates:
+        what = "its validation data needs one" if step is not None else "it says what to minimize"
+        fix = "objective=classify(), or a function of (model, batch) that returns {'loss': ...}"
+        raise UsageError(f"task {name} has no objective, and {what}: give {fix}")
+
+
 def check_validation(name: str, given: Any) -> dict[str, Source]:
     """Validation data, or a dict of several by name: by name, the main one first. The name of a single one is "validation"."""
     if given is None:

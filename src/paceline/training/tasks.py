@@ -26,7 +26,7 @@ from paceline.explanation import headline
 from paceline.optim import check_optimizer
 from paceline.options import Role
 from paceline.settings import Settings, fit_settings
-from paceline.training.task import Task, classify
+from paceline.training.task import Task, classify, no_objective
 
 _MEAN, _DEVIATION = 0.2860, 0.3530  # of Fashion-MNIST's 60,000 training images scaled to [0, 1]
 _SIDE = 28  # pixels
@@ -103,7 +103,11 @@ def own_defaults(task: Task) -> dict[str, Any]:
 
 
 def _check_own(task: Task, config: Config) -> None:
-    """Raise a UsageError if an option asks for an optimizer or schedule that the task does not have."""
+    """Raise a UsageError if an option needs an optimizer, schedule or objective that the task does not have."""
+    if task.objective is no_objective and config.ema:
+        raise UsageError(
+            f"--ema: task {task.name} has no objective, which batch-norm statistics of averaged weights need: give one"
+        )
     for name in ("optimizer", "schedule"):
         if getattr(config, name) == "own" and getattr(task, name) is None:
             raise UsageError(

@@ -83,4 +83,4 @@ def test_samples_that_do_not_stack_are_one_line_from_a_loader_process(runs: Path
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("paceline: samples "), done.stderr
-    assert done.stderr.endswith("crop, pad or resize them in __getitem__\n"), done.stderr
+    assert done.stderr.endswith("or give a function that makes a batch: Task(collate=...)\n"), done.stderr

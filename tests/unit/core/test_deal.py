@@ -219,7 +219,7 @@ def test_grouping(model, options, parts, workers, expected):
             8,
             2,
             "--reduce exact: layer 0 takes its statistics over all workers, by float sums that depend on their number;"
-            " use norm=part or batch, or --reduce fast",
+            " use plain batch norm (norm=batch or part), or --reduce fast",
         ),
         (
             SyncNorm(2),

@@ -106,7 +106,7 @@ A, B = torch.zeros(3), torch.zeros(2)
         (
             [(A, 1), (B, 1), (A, 1), (A, 1)],
             r"samples 2 and 1 of Scripted cannot be stacked into a batch: item\[0\] has shape \(3,\) in one and shape \(2,\) in"
-            " the other; crop, pad or resize them",
+            " the other; crop, pad or resize them .* Task\\(collate=",
         ),
         ([{"x": A}, {"x": A}, {"x": A}, {"x": B}], r"samples 2 and 3 .* item\['x'\] has shape \(3,\) in one"),
         ([np.zeros(2), np.zeros(2), np.zeros(2), np.zeros(3)], r"samples 2 and 3 .* item has shape \(2,\) in one"),

@@ -186,3 +186,18 @@ def test_evaluation_does_not_change_the_record(runs: Path, capsys: pytest.Captur
     call(capsys, "evaluate", "x")
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before
     assert read_result(runs / "x")["status"] == "done"
+
+
+def test_a_task_with_a_step_function_alone_predicts(capsys: pytest.CaptureFixture[str]) -> None:
+    own = """
+def step(step, model, optimizers):
+    found = step.backward(lambda batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
+    optimizers["optimizer"].step()
+    return found
+
+def stepped():
+    return Task(name="t", model=model, train=data, step=step, defaults={"global_batch": 20})
+"""
+    Path("my.py").write_text(TASK + own)
+    paceline.train("my.py:stepped", epochs=1, name="x")
+    assert "p.npz: outputs of 30 samples" in call(capsys, "predict", "x", "--to", "p.npz", "--data", "my.py:unlabelled")

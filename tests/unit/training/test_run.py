@@ -258,3 +258,8 @@ def test_every_file_of_a_record_has_the_permissions_of_the_umask(runs: Path) -> 
     found = {path.relative_to(runs): stat.S_IMODE(path.stat().st_mode) for path in (runs / "x").rglob("*")}
     assert {path.name for path in found} >= {"model.safetensors", "report.html", "timeline.json", "checkpoints", "result.json"}
     assert {path: mode for path, mode in found.items() if mode != (0o750 if (runs / path).is_dir() else 0o640)} == {}
+
+
+def test_a_second_argument_that_is_not_a_config_is_one_line() -> None:
+    with pytest.raises(UsageError, match="the second argument is 2, not a Config: give options by name"):
+        paceline.train(blobs(), 2)  # type: ignore[arg-type]

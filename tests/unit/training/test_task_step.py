@@ -11,6 +11,7 @@ from torch import nn
 from harness.training import ALONE, blobs, train_in
 from paceline import Task
 from paceline.errors import UsageError
+from paceline.training import tasks
 
 PLAIN = {"schedule": "constant", "optimizer": "sgd", "momentum": 0.9, "epochs": 2, "virtual_workers": 3}
 
@@ -172,3 +173,15 @@ def test_a_dict_of_optimizers_needs_a_step() -> None:
 def test_the_name_that_lightning_has_is_known() -> None:
     with pytest.raises(UsageError, match="did you mean 'step'"):
         blobs(training_step=classify)
+
+
+def test_only_a_step_without_validation_needs_no_objective() -> None:
+    fields = {"name": "own", "model": blobs().model, "train": blobs().train}
+    result = train_in(ALONE, Task(**fields, step=classify), PLAIN)
+    assert result.result.status == "done"
+    with pytest.raises(UsageError, match="task own has no objective, and it says what to minimize: give objective="):
+        Task(**fields)
+    with pytest.raises(UsageError, match="task own has no objective, and its validation data needs one: give objective="):
+        Task(**fields, step=classify, validation=blobs().validation)
+    with pytest.raises(UsageError, match="--ema: task own has no objective"):
+        tasks.resolve(Task(**fields, step=classify), {"ema": 0.9})
