@@ -1,6 +1,7 @@
 """The validation metric that decides which epoch is best (`--monitor`, `--mode`)."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ from paceline.errors import unknown
 
 BEST_FILE = "best.safetensors"
 """The weights of the best epoch, in a record (`--save-best`)."""
-_SMALLER_IS_BETTER = ("loss", "error", "perplexity", "ppl", "mse", "mae", "mape", "nll", "fid", "wer", "cer")
+_SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "nll")
+_SHORT = ("ppl", "mape", "fid", "wer", "cer")  # as words: "fidelity" and "answer" are something else
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ def make_monitor(config: Config) -> Monitor:
     """The monitored metric of a run."""
     metric = config.monitor or "loss"
     last = metric.rpartition("/")[2].lower()
-    smaller = any(word in last for word in _SMALLER_IS_BETTER)
+    words = re.split("[^a-z]+", last)
+    smaller = any(word in last for word in _SMALLER_IS_BETTER) or any(word in words for word in _SHORT)
     return Monitor(metric, config.mode if config.mode != "auto" else "min" if smaller else "max")
 
 
