@@ -105,14 +105,14 @@ def test_averaged_weights_are_in_the_model_for_validation_only() -> None:
         (lambda model: setattr(model[0], "weight", nn.Parameter(torch.zeros(8, 5))), "on_checkpoint"),
     ],
 )
-def test_exact_mode_refuses_a_change_of_the_model(change: Any, where: str) -> None:
+def test_exact_mode_refuses_a_change_of_the_model(tmp_path: Path, change: Any, where: str) -> None:
     def my_hook(moment: Moment) -> None:
         moment.model.train()
         change(moment.model)
 
     task = blobs(norm=True, hooks=Hooks(**{where: my_hook}))
     with pytest.raises(UsageError, match=rf"^hook {where} \(my_hook\) changed the model \(.+\), which exact mode"):
-        train_in(ALONE, task, {"epochs": 1, "checkpoint_every": "0" if where != "on_checkpoint" else "3", **EXACT}, Path("."))
+        train_in(ALONE, task, {"epochs": 1, "checkpoint_every": "0" if where != "on_checkpoint" else "3", **EXACT}, tmp_path)
 
 
 def test_a_change_in_a_late_step_is_found_without_looking_at_the_bits() -> None:

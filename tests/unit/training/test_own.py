@@ -286,7 +286,9 @@ def test_interrupted_equals_uninterrupted(tmp_path, optimizer, schedule, at, by)
 @pytest.mark.parametrize("schedule", ["StepLR", "plateau"])
 def test_a_resumed_run_tells_on_start_the_rate_of_its_last_step(tmp_path, schedule):
     told: list[tuple[str, int, float]] = []
-    hooks = Hooks(on_start=lambda m: told.append(("start", m.step, m.lr)), on_step=lambda m: told.append(("step", m.step, m.lr)))
+    hooks = Hooks(
+        on_start=lambda m: told.append(("start", m.step, m.lr)), on_step=lambda m: told.append(("step", m.step, m.lr))
+    )
     plateau = lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)  # noqa: E731
     make = lambda model, config: RMSprop(model.parameters(), lr=0.01)  # noqa: E731
     interrupted(own(optimizer=make, schedule=SCHEDULES.get(schedule, plateau), hooks=hooks), tmp_path, 22, {"epochs": 4})
