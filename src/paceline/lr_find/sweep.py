@@ -73,8 +73,8 @@ def set_lr(update: Update, lr: float) -> None:
     now = float(update.optimizer.param_groups[0]["lr"])
     if now == 0:
         raise UsageError(
-            "the first parameter group of the task's optimizer has lr 0: lr-find sets its rate and keeps the ratio of the others"
-            " to it, so put a group that trains first"
+            "the first parameter group of the task's optimizer has lr 0: lr-find sets its rate and keeps the ratio of the"
+            " others to it, so put a group that trains first"
         )
     factor = lr / now
     for tensor in update.lrs.values():

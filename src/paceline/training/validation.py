@@ -23,7 +23,7 @@ from paceline.core.exact_mean import Chunks, check_names, lay_out, mean_over_wor
 from paceline.core.in_order import gather_in_order
 from paceline.core.keys import key, seed_all
 from paceline.data.loaders import Inputs, map_tensors
-from paceline.errors import UsageError
+from paceline.errors import UsageError, unknown
 from paceline.output import plural
 from paceline.training.build import Run, ValidationSet
 from paceline.training.capture.captured import CapturedStep
@@ -62,11 +62,11 @@ class Validation:
         return found
 
     def check(self) -> str:
-        """Raise a UsageError if `--target-accuracy` or the task's metrics cannot be measured: before the first step, not after
-        the first epoch. Returns a note for the user, or "". Collective: call on every rank.
+        """Raise a UsageError if `--target-accuracy`, `--monitor` or the task's metrics cannot be measured: before the first
+        step, not after the first epoch. Returns a note for the user, or "". Collective: call on every rank.
         """
         config, metrics = self._run.config, self._run.task.metrics
-        if not config.target_accuracy and not metrics:
+        if not config.target_accuracy and not config.monitor and not metrics:
             return ""
         found, note = next(iter(self._sets.values())).try_first()
         names = (*found, *metrics)
@@ -75,6 +75,10 @@ class Validation:
                 f"--target-accuracy: in validation this task's objective reports {', '.join(names)}, but no 'accuracy';"
                 " add it to the dict that the objective returns, or leave --target-accuracy out"
             )
+        known = [*names, *(f"{one}/{name}" for one in list(self._sets)[1:] for name in names)]
+        of_dict = any(config.monitor.rpartition("/")[2].startswith(f"{name}_") for name in metrics)  # NAME_key
+        if config.monitor and config.monitor not in known and not of_dict:
+            raise unknown("validation metric for --monitor", config.monitor, known)
         return note
 
 

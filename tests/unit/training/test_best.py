@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from harness.training import blobs
+from harness.training import ALONE, blobs, train_in
 from paceline import Hooks, Moment
 from paceline.errors import UsageError
 from paceline.records import read_result
@@ -30,7 +30,9 @@ def scripted(*scores: float, **fields: Any) -> Task:
     def objective(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
         values = classify()(model, batch[:2])
         if not model.training:
-            values["score"] = torch.full_like(values["loss"], scores[epoch["now"]])
+            values["score"] = torch.full_like(
+                values["loss"], scores[min(epoch["now"], len(scores) - 1)]
+            )  # the trial is before on_start
         return values
 
     return blobs(objective=objective, hooks=Hooks(on_start=start, on_epoch=count), **fields)
@@ -178,3 +180,12 @@ def test_the_best_epoch_needs_validation(runs: Path, option: dict[str, Any]) -> 
     with pytest.raises(UsageError, match=rf"^--{name.replace('_', '-')}: task blobs has no validation data"):
         train(task, **option)
     assert not runs.exists()
+
+
+def test_an_unknown_metric_is_refused_before_the_first_step() -> None:
+    called: list[bool] = []
+    objective = blobs().objective
+    task = blobs(objective=lambda model, batch: called.append(model.training) or objective(model, batch))
+    with pytest.raises(UsageError, match=r"unknown validation metric for --monitor 'shifted/loss'"):
+        train_in(ALONE, task, {"monitor": "shifted/loss"})
+    assert True not in called

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -281,6 +282,19 @@ def test_interrupted_equals_uninterrupted(tmp_path, optimizer, schedule, at, by)
     assert resumed.result.model_sha256 == whole.result.model_sha256
     assert rates(resumed) == rates(whole)[-len(rates(resumed)) :]
     assert len(set(rates(whole))) > 1
+
+
+def test_a_scheduler_that_keeps_an_array_is_refused_in_one_line():
+    class Counting(StepLR):
+        def get_lr(self) -> Any:
+            self.seen = getattr(self, "seen", np.zeros(3)) + 1
+            return super().get_lr()
+
+    make = lambda model, config: SGD(model.parameters(), lr=0.1)  # noqa: E731
+    run = made(own(optimizer=make, schedule=lambda optimizer: Counting(optimizer, 1)))
+    run.update.begin(STEPS)
+    with pytest.raises(UsageError, match="Counting, keeps 'seen' as ndarray"):
+        run.update.facts()
 
 
 @pytest.mark.parametrize("schedule", ["StepLR", "plateau"])
