@@ -1,6 +1,6 @@
 """Does an epoch over data larger than memory stay fed on two workers? Single files, tar files and one mapped array.
 
-    python bench/data_feed.py [--repeats 3] [--images 4096] [--limit-mb 1060] [--out bench/results/data_feed.json]
+    python bench/data_feed.py [--repeats 3] [--images 6144] [--limit-mb 1400] [--out bench/results/data_feed.json]
 
 The run, with its two workers and all loader processes, is in a memory cgroup whose limit is smaller than the data. The limit
 counts cached pages too, so the data cannot stay in memory. Without the right to make a cgroup (root) there is no limit, and
@@ -44,8 +44,8 @@ def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--images", type=int, default=4096)
-    parser.add_argument("--limit-mb", type=int, default=1060)
+    parser.add_argument("--images", type=int, default=6144)
+    parser.add_argument("--limit-mb", type=int, default=1400)
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--dir", default=None, help="where to put the data (default: the folder for temporary files)")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "data_feed.json"))

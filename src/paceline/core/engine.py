@@ -152,7 +152,7 @@ class Engine:
         self._unit = item.parts[0], share + (self._unit[1] if item.micro else 0.0)
         with nullcontext() if final else self._apart():
             total, metrics = self._wrapped(partial(work, share))
-            self._check_weighted(len(metrics) > WEIGHT)
+            self._check_weighted(metrics.numel() > WEIGHT)
             carrier.begin_backward()
             with self.around_backward():
                 total.backward()

@@ -4,7 +4,7 @@ The model's own buffers hold the mean over all parts. It is computed only when n
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -85,14 +85,17 @@ class Statistics:
             for layer, buffers in zip(self._layers, used, strict=True):
                 layer._buffers.update(buffers)
 
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
+    def recomputing(self) -> AbstractContextManager[None]:
         """Layers called in this block do not move their running statistics. For backward passes: `torch.utils.checkpoint` calls
         layers there again, and statistics must move once per pass.
 
         Layers are pointed at scratch tensors, which cost no copy. In training a layer only writes to them; one in evaluation
         mode reads its statistics, moves nothing and keeps them.
         """
+        return self._on_scratch() if self._moving else nullcontext()
+
+    @contextmanager
+    def _on_scratch(self) -> Iterator[None]:
         layers = [layer for layer in self._moving if layer.training]
         used = [dict(layer._buffers) for layer in layers]
         for layer, buffers in zip(layers, used, strict=True):

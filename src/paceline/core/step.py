@@ -22,6 +22,8 @@ from paceline.output import plural
 if TYPE_CHECKING:
     from paceline.core.parts import Parts
 
+_NOTHING = torch.empty(0)  # one for all: an epoch's steps are made at once
+
 
 @dataclass
 class Step:
@@ -47,7 +49,7 @@ class Step:
     """The current phase is reduced."""
     metrics: dict[str, Tensor] = field(default_factory=dict, repr=False)
     """Of the last phase that was reduced: means over all samples."""
-    payload: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
+    payload: Tensor = field(default=_NOTHING, repr=False)
     """The last phase's metrics and the requests to save or stop, still on the device."""
     _given: list[Any] = field(default_factory=list, repr=False)
     _names: tuple[str, ...] = ()

@@ -127,17 +127,20 @@ def _report(task: str, folder: Path, found: Mapping[str, Any], sweep: Mapping[st
             f"no recommendation: the smoothed loss did not fall by 10% between {points[0].lr:.3g} and {points[-1].lr:.3g};"
             " try more --steps or another range, and check that the task learns at all"
         )
-    print(_say(advice, base_lr, contract))
+    print(_say(advice, base_lr, contract, found["own"]))
     if advice.warning:
         print(f"note: {advice.warning}")
 
 
-def _say(advice: Advice, base_lr: float | None, contract: Mapping[str, Any]) -> str:
+def _say(advice: Advice, base_lr: float | None, contract: Mapping[str, Any], own: bool) -> str:
     low = f"lowest smoothed loss at {advice.minimum_lr:.3g}, steepest fall at {advice.steepest_lr:.3g}"
     scaled = ""
     if contract["k"] != 1:
         scaled = f" (a peak of {advice.lr:.2g} at global batch {contract['global_batch']}, by rule {contract['lr_rule']})"
-    return f"{low}\nrecommended: --base-lr {base_lr:g}{scaled}\nthe rule: {RULE}"
+    what = f"--base-lr {base_lr:g}"
+    if own:
+        what = f"lr {base_lr:g} for the first parameter group of the task's own optimizer, and the others in proportion"
+    return f"{low}\nrecommended: {what}{scaled}\nthe rule: {RULE}"
 
 
 def _table(points: Sequence[Point]) -> str:

@@ -16,12 +16,14 @@ from paceline.core.determinism import deterministic
 from paceline.core.parts import Step
 from paceline.data.loaders import Inputs
 from paceline.dist.world import world
+from paceline.errors import UsageError
 from paceline.loading import load_rest
 from paceline.lr_find.rule import Point, Smoother
 from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.loop import make_clock, make_step
 from paceline.training.meter import Meter
+from paceline.training.own import OWN
 from paceline.training.update import Update
 
 
@@ -36,7 +38,8 @@ def sweep_here(task_name: str, options: Mapping[str, Any], first: float, last: f
         config = replace(config, local_steps=0, ema=0.0, max_steps=0)
         with deterministic(config.reduce == "exact"), build(task, config, here) as run:
             points, exploded = sweep(run, first, last, steps)
-        return {"points": points, "exploded": exploded, "contract": run.contract.as_dict()} if here.is_main else None
+        found = {"points": points, "exploded": exploded, "contract": run.contract.as_dict(), "own": config.optimizer == OWN}
+        return found if here.is_main else None
 
 
 def sweep(run: Run, first: float, last: float, steps: int) -> tuple[list[Point], bool]:
@@ -67,7 +70,13 @@ def sweep(run: Run, first: float, last: float, steps: int) -> tuple[list[Point],
 
 def set_lr(update: Update, lr: float) -> None:
     """Give the first parameter group this learning rate; the rates of the others keep their ratio to it."""
-    factor = lr / float(update.optimizer.param_groups[0]["lr"])
+    now = float(update.optimizer.param_groups[0]["lr"])
+    if now == 0:
+        raise UsageError(
+            "the first parameter group of the task's optimizer has lr 0: lr-find sets its rate and keeps the ratio of the"
+            " others to it, so put a group that trains first"
+        )
+    factor = lr / now
     for tensor in update.lrs.values():
         tensor.mul_(factor)
     for group in () if update.lrs else update.optimizer.param_groups:

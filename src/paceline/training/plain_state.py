@@ -37,7 +37,7 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any], what: str) -
         elif _are_named(value) and _are_named(old) and len(value) == len(old):
             inner = [find_changes(a, b, what) for a, b in zip(old, value, strict=True)]
             inner = inner if any(inner) else []
-        elif old is value or old == value:
+        elif _is_same(old, value):
             continue
         else:
             found[name] = plain_value(value, what, name)
@@ -58,6 +58,13 @@ def merge(into: dict[str, Any], changes: Mapping[str, Any]) -> None:
                 merge(a, b)
         else:
             into[name] = tuple(value) if isinstance(old, tuple) else value
+
+
+def _is_same(old: Any, value: Any) -> bool:
+    try:
+        return old is value or bool(old == value)
+    except (TypeError, ValueError):  # arrays of numpy compare element by element
+        return False
 
 
 def _is_named(value: Any) -> bool:

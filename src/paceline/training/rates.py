@@ -39,6 +39,10 @@ class Rates:
         """The rate of each group in this step."""
         raise NotImplementedError
 
+    def reached(self, step: int) -> float:
+        """The rate of the first group in the last step before a resume, or in the first step of a new run."""
+        return self.at(step)[0]
+
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Take in a validation's metrics, after an epoch that is not the last. Call on every rank."""
 
@@ -99,6 +103,10 @@ class SchedulerRates(Rates):
             self._advance()
         factor = self._growth * self.schedule.warm_up(step)
         return [rate * factor for rate in self._rates]
+
+    def reached(self, step: int) -> float:
+        """The rate of the first group in the last step before a resume, or in the first step of a new run."""
+        return self._rates[0] * self._growth * self.schedule.warm_up(step)
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Step a scheduler that looks at a metric."""

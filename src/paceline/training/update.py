@@ -56,8 +56,10 @@ class Update:
         return self.rates.schedule
 
     def lr(self, step: int) -> float:
-        """The learning rate of the first parameter group in a step, one of the last that began or a coming one."""
-        return self._lrs_begun[step] if step in self._lrs_begun else self.schedule.lr(step)
+        """The learning rate of the first parameter group in one of the last steps. A run that has not begun a step knows that
+        of its first one or, if it is resumed, of the last one before.
+        """
+        return self._lrs_begun[step] if step in self._lrs_begun else self.rates.reached(step)
 
     def begin(self, step: int) -> None:
         """Set what differs from step to step."""

@@ -23,14 +23,13 @@ from paceline.core.exact_mean import Chunks, check_names, lay_out, mean_over_wor
 from paceline.core.in_order import gather_in_order
 from paceline.core.keys import key, seed_all
 from paceline.data.loaders import Inputs, map_tensors
-from paceline.errors import UsageError
+from paceline.errors import UsageError, unknown
 from paceline.output import plural
 from paceline.training.build import Run, ValidationSet
 from paceline.training.capture.captured import CapturedStep
 from paceline.training.capture.graph import Graph, compiler, find_obstacle
 from paceline.training.forward import check_values
 from paceline.training.metrics import WholeSet
-from paceline.training.monitor import make_monitor
 from paceline.training.step import Executor, TrainStep
 
 _SAMPLES, _CHUNKS = 8192, 256  # at most, of the training data: for the batch-norm statistics of averaged weights
@@ -67,8 +66,7 @@ class Validation:
         step, not after the first epoch. Returns a note for the user, or "". Collective: call on every rank.
         """
         config, metrics = self._run.config, self._run.task.metrics
-        self._check_monitor()
-        if not config.target_accuracy and not metrics:
+        if not config.target_accuracy and not config.monitor and not metrics:
             return ""
         found, note = next(iter(self._sets.values())).try_first()
         names = (*found, *metrics)
@@ -77,15 +75,11 @@ class Validation:
                 f"--target-accuracy: in validation this task's objective reports {', '.join(names)}, but no 'accuracy';"
                 " add it to the dict that the objective returns, or leave --target-accuracy out"
             )
+        known = [*names, *(f"{one}/{name}" for one in list(self._sets)[1:] for name in names)]
+        of_dict = any(config.monitor.rpartition("/")[2].startswith(f"{name}_") for name in metrics)  # NAME_key
+        if config.monitor and config.monitor not in known and not of_dict:
+            raise unknown("validation metric for --monitor", config.monitor, known)
         return note
-
-    def _check_monitor(self) -> None:
-        """A metric that the task computes over whole sets can report several numbers: then only a validation tells."""
-        if self._run.config.monitor and not self._run.task.metrics:
-            names: list[str] = []
-            for number, (name, one) in enumerate(self._sets.items()):
-                names += [f"{name}/{key}" if number else key for key in one.try_first()[0]]
-            make_monitor(self._run.config).read(dict.fromkeys(names, 0.0))
 
 
 class _Set:

@@ -77,6 +77,24 @@ def test_the_groups_of_an_optimizer_keep_their_ratio() -> None:
     assert optimizer.param_groups[0]["lr"] is shared[0], "a captured step would read the old tensor"
 
 
+@pytest.mark.parametrize("lr", [0.1, 0.0])
+def test_an_optimizer_of_the_tasks_own_gets_a_rate_for_its_first_group(
+    task_file: Path, lr: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups = f"[{{'params': model[0].parameters(), 'lr': {lr}}}, {{'params': model[2].parameters(), 'lr': 0.2}}]"
+    own = f"optimizer=lambda model, config: torch.optim.SGD({groups}),\n        defaults="
+    task_file.write_text(TASK.replace("defaults=", own))
+    status = cli.run(["lr-find", "points.py", "--name", "x", "--steps", "40"])
+    out, said = capsys.readouterr()
+    if lr == 0:
+        assert status == 2
+        assert "the first parameter group of the task's optimizer has lr 0" in said
+        return
+    assert status == 0
+    assert "for the first parameter group of the task's own optimizer, and the others in proportion (a peak of" in out
+    assert "--base-lr" not in out, "the task's function does not read it"
+
+
 def test_a_task_that_does_not_learn_gets_no_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["lr-find", "points.py", "--name", "x", "--from", "1e-7", "--to", "1e-5"]) == 1
     assert "no recommendation: the smoothed loss did not fall by 10% between 1e-07 and 1e-05" in capsys.readouterr().err

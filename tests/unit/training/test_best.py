@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from harness.training import blobs
+from harness.training import ALONE, blobs, train_in
 from paceline import Hooks, Moment
 from paceline.errors import UsageError
 from paceline.records import read_result
@@ -191,3 +191,12 @@ def test_an_unknown_metric_is_reported_before_the_first_step(runs: Path, monitor
         train(replace(task, validation=sets, hooks=Hooks(on_step=lambda moment: steps.append(1))), monitor=monitor, epochs=1)
     assert not steps
     assert train(replace(task, validation=sets), monitor="other/accuracy", epochs=1).best["metric"] == "other/accuracy"
+
+
+def test_an_unknown_metric_is_refused_before_the_first_step() -> None:
+    called: list[bool] = []
+    objective = blobs().objective
+    task = blobs(objective=lambda model, batch: called.append(model.training) or objective(model, batch))
+    with pytest.raises(UsageError, match=r"unknown validation metric for --monitor 'shifted/loss'"):
+        train_in(ALONE, task, {"monitor": "shifted/loss"})
+    assert True not in called

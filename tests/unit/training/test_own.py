@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from paceline.config import Config, make_config
 from paceline.errors import UsageError
 from paceline.optim import Combined
 from paceline.training.build import Run, build
+from paceline.training.hooks import Hooks
 from paceline.training.own import make_task_optimizer
 from paceline.training.task import Task
 from paceline.training.tasks import configure, own_defaults, resolve
@@ -280,6 +282,34 @@ def test_interrupted_equals_uninterrupted(tmp_path, optimizer, schedule, at, by)
     assert resumed.result.model_sha256 == whole.result.model_sha256
     assert rates(resumed) == rates(whole)[-len(rates(resumed)) :]
     assert len(set(rates(whole))) > 1
+
+
+def test_a_scheduler_that_keeps_an_array_is_refused_in_one_line():
+    class Counting(StepLR):
+        def get_lr(self) -> Any:
+            self.seen = getattr(self, "seen", np.zeros(3)) + 1
+            return super().get_lr()
+
+    make = lambda model, config: SGD(model.parameters(), lr=0.1)  # noqa: E731
+    run = made(own(optimizer=make, schedule=lambda optimizer: Counting(optimizer, 1)))
+    run.update.begin(STEPS)
+    with pytest.raises(UsageError, match="Counting, keeps 'seen' as ndarray"):
+        run.update.facts()
+
+
+@pytest.mark.parametrize("schedule", ["StepLR", "plateau"])
+def test_a_resumed_run_tells_on_start_the_rate_of_its_last_step(tmp_path, schedule):
+    told: list[tuple[str, int, float]] = []
+    hooks = Hooks(
+        on_start=lambda m: told.append(("start", m.step, m.lr)), on_step=lambda m: told.append(("step", m.step, m.lr))
+    )
+    plateau = lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)  # noqa: E731
+    make = lambda model, config: RMSprop(model.parameters(), lr=0.01)  # noqa: E731
+    interrupted(own(optimizer=make, schedule=SCHEDULES.get(schedule, plateau), hooks=hooks), tmp_path, 22, {"epochs": 4})
+    steps = {step: lr for kind, step, lr in told if kind == "step"}
+    assert told[0] == ("start", 0, steps[1])
+    assert ("start", 22, steps[22]) in told
+    assert steps[22] < steps[1]
 
 
 def test_a_longer_run_goes_on_with_its_scheduler_unless_that_was_made_for_a_length(tmp_path):
