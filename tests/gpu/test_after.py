@@ -43,7 +43,7 @@ def test_metrics_and_predictions_on_one_and_two_workers(metrics: dict[str, Any])
     model = package.load("x")
     with torch.no_grad():
         inputs = torch.randn(33, 1, 6, 6, generator=torch.Generator().manual_seed(1))
-        np.testing.assert_allclose(np.load("p0.npy"), model(inputs).numpy(), rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(np.load("p0.npy"), model(inputs).numpy(), atol=0.02)  # predicted in bf16
 
 
 def test_a_run_starts_from_the_weights_of_a_record(metrics: dict[str, Any], runs: Path) -> None:
