@@ -51,6 +51,8 @@ class Contract:
     seed: int
     loader: str
     record: str
+    frozen: int = 0
+    """Parameters that are not trained."""
     settings: str = ""
     """The values of `--set`, for the task's function."""
     sampling: str = ""
@@ -142,7 +144,9 @@ _LINES: dict[str, Callable[..., str]] = {
     "data": lambda data, loader: f"{data} ({loader})",
     "sampling": lambda sampling: f"{sampling}",
     "augmentation": lambda augmentation: f"{augmentation}",
-    "model": lambda model, parameters: f"{model}, {plural(parameters, 'parameter')}",
+    "model": lambda model, parameters, frozen=0: (
+        f"{model}, {plural(parameters, 'parameter')}" + (f", {frozen:,} of them frozen" if frozen else "")
+    ),
     "initialized": lambda initialized: f"from {initialized}" if initialized else "",
     "reference": lambda reference_batch, base_lr: f"batch {reference_batch:,} at lr {base_lr:g}",
     "workers": _workers,

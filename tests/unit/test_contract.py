@@ -58,3 +58,11 @@ def test_a_line_with_a_missing_or_strange_field_lists_the_others() -> None:
         ("record", "runs/x"),
     ]
     assert contract_lines({}) == []
+
+
+def test_frozen_parameters_are_counted() -> None:
+    assert dict(contract_lines({"model": "cnn", "parameters": 1200, "frozen": 1000}))["model"] == (
+        "cnn, 1,200 parameters, 1,000 of them frozen"
+    )
+    assert dict(contract_lines({"model": "cnn", "parameters": 1200, "frozen": 0}))["model"] == "cnn, 1,200 parameters"
+    assert dict(contract_lines({"model": "cnn", "parameters": 1200}))["model"] == "cnn, 1,200 parameters"

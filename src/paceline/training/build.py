@@ -232,6 +232,7 @@ def _describe(task: Task, config: Config, model: nn.Module, train: Data, loader:
         "unit": task.unit,
         "model": config.model or type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "frozen": sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
         "train_samples": count_samples(train),
         "loader": "on the device" if isinstance(loader, Resident) else "streamed",
         "augmentation": _describe_augmentation(task, config, train),
