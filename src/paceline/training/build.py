@@ -151,15 +151,7 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
         config, world, weighted.draws or count_samples(train), weighted.weights, isinstance(train, Stream)
     )
     stages.enter("building the model")
-    feed = Feed(
-        collate=task.collate,
-        prefetch=config.prefetch,
-        pin_memory=config.pin_memory,
-        cores=world.node_cores,
-        shards=sampler.parts,
-        own_shards=-(-sampler.parts // world.size),
-        repeats=weighted.weights is not None,
-    )
+    feed = _make_feed(task, config, world, sampler)
     trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world, feed=feed)
     model, grouping, notes = make_model(trial)
     if grouping.at_once > 1:  # smaller last steps run in turn, and their parts' shards must be in the same process
@@ -177,20 +169,7 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
     own = describe_own(optimizer) if config.optimizer == OWN else {}
     rates, other = make_rates(task, optimizer, config, schedule, sampler.global_batch / config.reference_batch)
     notes += more + other
-    parts = Parts(
-        model,
-        samples=sampler.samples,
-        global_batch=sampler.global_batch,
-        virtual_workers=sampler.parts,
-        reduce=config.reduce,
-        seed=config.seed,
-        accumulate=config.accumulate,
-        at_once=grouping.at_once,
-        measure_noise=measures_noise(config),
-        weights=sampler.weights,
-        stream=sampler.dealt,
-        world=world,
-    )
+    parts = _make_parts(model, config, world, sampler, grouping.at_once)
     if config.local_steps and parts.statistics.over_workers:
         raise UsageError("--local-steps: a norm layer takes its statistics over all workers; use norm=part or batch")
     notes += _describe_limits(model, config, sampler)
@@ -222,6 +201,37 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
         initial=initial,
         notes=notes,
         varies=task.collate is not None,
+    )
+
+
+def _make_feed(task: Task, config: Config, world: World, sampler: Sampler) -> Feed:
+    """How loaders bring training samples."""
+    return Feed(
+        collate=task.collate,
+        prefetch=config.prefetch,
+        pin_memory=config.pin_memory,
+        cores=world.node_cores,
+        shards=sampler.parts,
+        own_shards=-(-sampler.parts // world.size),
+        repeats=sampler.weights is not None,
+    )
+
+
+def _make_parts(model: nn.Module, config: Config, world: World, sampler: Sampler, at_once: int) -> Parts:
+    """The model as virtual workers. Collective: call on every rank."""
+    return Parts(
+        model,
+        samples=sampler.samples,
+        global_batch=sampler.global_batch,
+        virtual_workers=sampler.parts,
+        reduce=config.reduce,
+        seed=config.seed,
+        accumulate=config.accumulate,
+        at_once=at_once,
+        measure_noise=measures_noise(config),
+        weights=sampler.weights,
+        stream=sampler.dealt,
+        world=world,
     )
 
 
