@@ -28,10 +28,11 @@ from unit.training.test_run import TASK
 def test_workers_started_from_a_program_leave_it_as_it_was(runs: Path) -> None:
     Path("task.py").write_text(TASK)
     environ, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
+    before = psutil.Process().net_connections()  # of other tests' libraries
     gc.disable()
     try:
         together = train("task.py", workers=2, epochs=1)
-        assert psutil.Process().net_connections() == []
+        assert psutil.Process().net_connections() == before
     finally:
         gc.enable()
     assert together.status == "done"
