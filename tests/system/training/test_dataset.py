@@ -55,7 +55,8 @@ def pixels(swapped: bool) -> Arrays:
 def flip(change: Callable[[int], int] = int) -> Own:
     """Flips every second point by a generator that nobody seeds, as some libraries do; half of all items look reproducible."""
     chance = random.Random()
-    return Own(lambda point, label: (point if chance.random() < 0.5 else -point - 1, change(label)))
+    # 18 of 4,000 samples are compared: they all look reproducible once in 260,000 times. Of 40 samples, only 11 are compared.
+    return Own(lambda point, label: (point if chance.random() < 0.5 else -point - 1, change(label)), count=4000)
 
 
 def augment(point: Tensor, label: int) -> Any:
@@ -83,7 +84,7 @@ REFUSED = {
     "labels": "workers see different {} data: item 0 of 40 on worker 1 differs from that on worker 0; ",
     "split": "workers see different {} data: item 0 of 30 on worker 1 differs from that on worker 0; ",
     "augmented points": "workers see different {} data: item 0 of 40 on worker 1 differs from that on worker 0; ",
-    "flipped, labels": "workers see different {} data: item 0 of 40 on worker 1 differs from that on worker 0; ",
+    "flipped, labels": "workers see different {} data: item 0 of 4,000 on worker 1 differs from that on worker 0; ",
     "dict": "workers see different {} data: item 0 of 40 on worker 1 differs from that on worker 0; ",
     "length": "workers disagree about the {} data: 1 of 1 tensors differ (first: samples)",
     "last item": "workers see different {} data: item 39 of 40 on worker 1 differs from that on worker 0; ",
