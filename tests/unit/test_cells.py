@@ -35,7 +35,7 @@ def test_a_worker_knows_the_cells_of_the_kernel(kernel: None, monkeypatch: pytes
     said = "Cell In[3], line 2, in fail\n    raise KeyError(3)"
     assert find_user_frame(raise_in_cell()) == said
     assert cells.name_cell(__file__) == ""
-    sent = cells.find_cells([CELL, __file__, "<string>", "/no/such/file.py"])
+    sent = cells.find_cells([CELL, __file__, "<nowhere>", "/no/such/file.py"])
     assert sent == {CELL: ("Cell In[3]", SOURCE.splitlines(keepends=True))}  # files on the disk need not be sent
     monkeypatch.delitem(sys.modules, "IPython")
     monkeypatch.delitem(linecache.cache, CELL)
