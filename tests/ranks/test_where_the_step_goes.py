@@ -15,6 +15,7 @@ from harness.processes import run_workers
 from harness.training import blobs, first_two, train_in
 from paceline.config import make_config
 from paceline.core import engine as engine_module
+from paceline.core.carrier import PAYLOAD
 from paceline.data.loaders import Arrays
 from paceline.dist.world import World
 from paceline.records import COMPONENTS
@@ -157,7 +158,7 @@ def test_a_timeline_has_every_worker_and_every_bucket() -> None:
     assert (about["workers"], about["steps"]) == (2, [11, 12, 13, 14, 15])
     buckets = about["buckets"]
     assert len(buckets) >= 2
-    ours = (18 + 6) * 4  # the metrics, and a flag for each of six parameters
+    ours = (PAYLOAD + 6) * 4  # the metrics, and a flag for each of six parameters
     assert sum(bucket["bytes"] for bucket in buckets) == nbytes + ours, "all gradients once"
     names = [name for bucket in buckets for name in bucket["parameters"]]
     assert sorted(names) == sorted(["(metrics)", *(f"{i}.weight" for i in (0, 2, 4, 6, 8)), "8.bias"])
