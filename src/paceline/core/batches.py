@@ -1,12 +1,12 @@
 """DataLoaders of a script for one worker, made into those of `Parts`: the same dataset and options, other batches."""
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Sized
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
+from paceline.core.trees import move
 from paceline.errors import UsageError
 
 _EVALUATED_AT_ONCE = 250
@@ -71,16 +71,3 @@ def with_batches(loader: DataLoader[Any], dataset: Dataset[Any], sampler: Sample
     options = {name: getattr(loader, name) for name in _KEPT}
     options["persistent_workers"] = loader.num_workers > 0 and loader.persistent_workers
     return DataLoader(dataset, batch_sampler=sampler, generator=torch.Generator(), **options)
-
-
-def move(batch: Any, device: torch.device) -> Any:
-    """A batch of any structure on a device."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=batch.device.type == "cpu" and batch.is_pinned())
-    if isinstance(batch, Mapping):
-        moved = {name: move(value, device) for name, value in batch.items()}
-        return moved if type(batch) is dict else batch.to(device) if hasattr(batch, "to") else moved
-    if isinstance(batch, tuple | list):
-        items = [move(value, device) for value in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)  # keep a NamedTuple's type
-    return batch.to(device) if hasattr(batch, "to") else batch

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.core.batches import Dealt, data_of, move, plan_batches, with_batches
+from paceline.core.batches import Dealt, data_of, plan_batches, with_batches
 from paceline.core.deal import Pass, check_parts, cut_epoch, deal_parts
 from paceline.core.determinism import set_deterministic
 from paceline.core.engine import Engine
@@ -40,6 +40,7 @@ from paceline.core.statistics import Statistics, spans_workers
 from paceline.core.step import Part as Part
 from paceline.core.step import Step as Step
 from paceline.core.stream import Stream, StreamReader
+from paceline.core.trees import move
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.output import plural

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.core.keyed import PassSampler
 from paceline.core.keys import on_device
 from paceline.core.stream import Stream
+from paceline.core.trees import map_tensors, tensors_in
 from paceline.data.batching import Batches, Collate, checked
 from paceline.data.conversion import name_type, to_tensors
 from paceline.data.processes import begin_process, close_loaders, start_loader
@@ -83,32 +84,6 @@ class Arrays:
     def nbytes(self) -> int:
         """Bytes of memory."""
         return sum(tensor.nbytes for tensor in self.tensors)
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """The leaves of a tree of tuples, lists and dicts, in order."""
-    if isinstance(value, tuple | list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from leaves(item)
-    else:
-        yield value
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors among the leaves of a tree."""
-    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same tree, with `function` applied to every tensor."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {name: map_tensors(function, item) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [map_tensors(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # keep a NamedTuple's type
-    return value
 
 
 @dataclass(frozen=True)
@@ -296,7 +271,8 @@ class Streaming(Loader):
                 yield ready
             torch.cuda.current_stream(self._device).wait_stream(stream)
             for tensor in tensors_in(coming):
-                tensor.record_stream(torch.cuda.current_stream(self._device))
+                if tensor.is_cuda:  # the batch sizes of a PackedSequence stay on the CPU
+                    tensor.record_stream(torch.cuda.current_stream(self._device))
             ready = coming
         if ready is not None:
             yield ready

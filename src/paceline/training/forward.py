@@ -11,8 +11,9 @@ from paceline.core.carrier import MOST_METRICS, WEIGHT
 from paceline.core.deal import Pass
 from paceline.core.engine import weigh
 from paceline.core.shapes import check_shapes
+from paceline.core.trees import tensors_in
 from paceline.data.conversion import name_type
-from paceline.data.loaders import Batch, Inputs, Loader, tensors_in
+from paceline.data.loaders import Batch, Inputs, Loader
 from paceline.errors import UsageError, first_line
 from paceline.records import ROW_FIELDS
 from paceline.training.task import Objective

@@ -15,7 +15,8 @@ from paceline.core.deal import Pass
 from paceline.core.keys import random_state
 from paceline.core.parts import Parts
 from paceline.core.sync_norm import SyncNorm
-from paceline.data.loaders import Batch, map_tensors
+from paceline.core.trees import map_tensors
+from paceline.data.loaders import Batch
 from paceline.dist.agree import check_agreement
 from paceline.errors import UsageError
 from paceline.training.forward import Forward

@@ -16,8 +16,9 @@ from torch import nn
 from paceline.config import Config
 from paceline.core.keys import key, random_state, seed_all
 from paceline.core.sampler import Sampler
+from paceline.core.trees import tensors_in
 from paceline.data.augment import Images
-from paceline.data.loaders import Arrays, Batch, Feed, make_loader, tensors_in
+from paceline.data.loaders import Arrays, Batch, Feed, make_loader
 from paceline.dist.world import World
 from paceline.errors import first_line
 from paceline.training.task import Task, is_classify

@@ -22,7 +22,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from paceline.core.exact_mean import Chunks, check_names, lay_out, mean_over_workers
 from paceline.core.in_order import gather_in_order
 from paceline.core.keys import key, seed_all
-from paceline.data.loaders import Inputs, map_tensors
+from paceline.core.trees import map_tensors
+from paceline.data.loaders import Inputs
 from paceline.errors import UsageError, unknown
 from paceline.output import plural
 from paceline.training.build import Run, ValidationSet

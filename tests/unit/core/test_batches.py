@@ -1,6 +1,5 @@
 """`Parts` made from the DataLoader of a script for one worker."""
 
-from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import paceline
-from paceline.core.batches import move
 from paceline.errors import UsageError
 
 X, Y = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)), torch.arange(50)
@@ -91,11 +89,3 @@ def test_a_loader_and_numbers_are_too_much_and_neither_is_too_little() -> None:
         paceline.Parts(nn.Linear(4, 1), samples=4)
     with pytest.raises(UsageError, match="NoLength is not a map-style Dataset"):
         paceline.Parts(nn.Linear(4, 1), samples=4, global_batch=2).evaluate(NoLength(), lambda batch: {})
-
-
-def test_a_batch_of_any_structure_is_moved() -> None:
-    pair = namedtuple("pair", "x y")
-    device = torch.device("meta")
-    moved = move({"a": [X, (Y,)], "b": pair(X, "text"), "c": 3}, device)
-    assert (moved["a"][0].device, moved["a"][1][0].device, moved["b"].x.device) == (device, device, device)
-    assert (type(moved["b"]), moved["b"].y, moved["c"]) == (pair, "text", 3)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from paceline.core.trees import tensors_in
 from paceline.data.augment import Images
-from paceline.data.loaders import Arrays, Resident, Streaming, make_loader, tensors_in
+from paceline.data.loaders import Arrays, Resident, Streaming, make_loader
 from paceline.errors import UsageError
 
 CPU = torch.device("cpu")

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.parts import Step
-from paceline.data.loaders import Inputs, tensors_in
+from paceline.core.trees import tensors_in
+from paceline.data.loaders import Inputs
 from paceline.dist.agree import any_reason
 from paceline.errors import PacelineError, first_line
 from paceline.output import stages

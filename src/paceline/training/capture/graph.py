@@ -17,7 +17,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from paceline.data.loaders import Inputs, leaves, map_tensors, tensors_in
+from paceline.core.trees import leaves, map_tensors, tensors_in
+from paceline.data.loaders import Inputs
 from paceline.training.host_state import host_state
 
 Body = Callable[[list[Inputs]], Tensor]

@@ -20,7 +20,8 @@ from torch.utils.data import TensorDataset
 
 from harness.tokens import Y, per_batch, per_sample, tokens
 from harness.training import ALONE, Trained, blobs, train_in
-from paceline.data.loaders import Inputs, map_tensors, tensors_in
+from paceline.core.trees import map_tensors, tensors_in
+from paceline.data.loaders import Inputs
 from paceline.dist.world import World, world
 from paceline.training import loop, tasks, validation
 from paceline.training.build import Run, build

@@ -9,7 +9,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from paceline.data.loaders import map_tensors
+from paceline.core.trees import map_tensors
 from paceline.errors import first_line
 from paceline.training.capture.graph import _change, _checkpoints, _obstacle
 from paceline.training.host_state import host_state
