@@ -289,9 +289,26 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(worker):
         assert launch(["train"], Config(workers=2, grace_s=100)) == Outcome(STOPPED, why="SIGTERM")
 
 
+ENDS_EARLY = """
+begin()
+if rank == 1:
+    (here / "pid").symlink_to(str(os.getpid()))
+    os._exit(0)
+while not os.path.lexists(here / "pid"):
+    time.sleep(0.01)
+try:
+    while ") Z " not in Path("/proc", os.readlink(here / "pid"), "stat").read_text():
+        time.sleep(0.01)
+except OSError:  # the launcher has collected it
+    pass
+send_failure(0, RuntimeError("Connection closed by peer"))
+sys.exit(1)
+"""
+
+
 def test_a_worker_that_ends_before_the_run_is_done_is_named(worker):
     """With exit code 0, by sys.exit or os._exit in user code: the others lose contact, and torch elastic sees no failure."""
-    worker("begin()\nif rank == 1:\n    os._exit(0)\nsend_failure(0, RuntimeError('Connection closed by peer'))\nsys.exit(1)")
+    worker(ENDS_EARLY)
     failure = launch(["train"], Config(workers=2)).failure
     assert failure.rank == 1
     assert failure.text == ("worker 1 ended with exit code 0 before the run was done: does the task call sys.exit or os._exit?")
