@@ -272,6 +272,10 @@ class Config(RemembersGiven):
                 f" the target; give both, or leave --patience out (to stop after {self.patience} epochs without a better one:"
                 f" --stop-after {self.patience})"
             )
+        if self.mode != "auto" and not self.monitor:
+            raise UsageError(
+                f"--mode {self.mode} needs --monitor: it says which values of that metric are better; give both, or neither"
+            )
         if self.sam_rho and self.accumulate > 1:
             raise UsageError(
                 "--sam-rho cannot be combined with --accumulate: every micro-batch would climb by itself; use more"

@@ -144,6 +144,7 @@ def _fitting(rows: Sequence[Mapping[str, str]], width: int) -> list[str]:
 def _row(line: Summary) -> dict[str, str]:
     """The cells of a record, by column."""
     metric = next((name for name in ("accuracy", "loss") if line.get(name) is not None), "")
+    of = line.get("monitored") or {"metric": metric, "best": line.get("best") if metric else None, "last": line.get(metric)}
     workers, parts = _count(line.get("workers")), _count(line.get("virtual_workers"))
     speed = line.get("samples_per_s")
     return {
@@ -152,9 +153,9 @@ def _row(line: Summary) -> dict[str, str]:
         "task": _plain(str(line.get("task") or "")),
         "workers": workers if parts in ("", workers) else f"{workers} (V = {parts})",
         "epochs": _progress(line),
-        "metric": metric,
-        "best": figure(line["best"]) if metric and line.get("best") is not None else "",
-        "last": figure(line[metric]) if metric else "",
+        "metric": _plain(of["metric"]),
+        "best": figure(of["best"]) if of["best"] is not None else "",
+        "last": figure(of["last"]) if of["last"] is not None else "",
         "speed": _count(speed) if isinstance(speed, Mapping) else rate(speed) if speed else "",
         "when": _local(line.get("when")),
         "time": duration(line["time_s"]) if line.get("time_s") else "",

@@ -29,6 +29,7 @@ PLAIN = {
     "local_steps": 0,
     "sam_rho": 0.0,
     "target_accuracy": 0.5,
+    "monitor": "f1",
 }  # what the checks across fields leave alone
 
 
@@ -353,6 +354,13 @@ def test_step_at_is_fractions_of_the_run_or_epochs(text):
 def test_local_steps_have_no_common_gradient(other):
     with pytest.raises(UsageError, match="--local-steps cannot be combined with"):
         make_config({"local_steps": 4, **other})
+
+
+def test_a_mode_needs_a_metric() -> None:
+    with pytest.raises(UsageError, match=r"--mode max needs --monitor: .*give both, or neither"):
+        make_config({"mode": "max", "save_best": True})
+    assert make_config({"mode": "max"}, {"monitor": "f1"}).mode == "max"
+    assert make_config({"mode": "auto", "monitor": ""}).mode == "auto"  # as every record's config.toml says
 
 
 def test_patience_needs_a_target() -> None:

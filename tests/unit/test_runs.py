@@ -52,6 +52,14 @@ def make_study(folder: Path) -> Path:
     return folder
 
 
+def test_the_table_shows_the_monitored_metric(runs, show):
+    path = make_train(runs / "first", accuracy=0.5)
+    result = json.loads((path / "result.json").read_text())
+    result |= {"best": {"metric": "f1\n", "value": 0.93215, "epoch": 2}, "metrics": {"accuracy": 0.5, "f1\n": 0.71}}
+    (path / "result.json").write_text(json.dumps(result))
+    assert "f1 0.9322 0.7100" in " ".join(show()[-1].split())
+
+
 def test_the_table_shows_how_each_run_ended(runs, show):
     make_train(runs / "first", accuracy=0.5)
     late = {"when": "2026-11-16T08:00:00+00:00"}

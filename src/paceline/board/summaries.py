@@ -29,7 +29,7 @@ def read_summary(path: AnyPath) -> dict[str, Any]:
     kind = kind_of(path)
     line: dict[str, Any] = {"id": str(path), "name": text(path.name, 200), "kind": kind, "path": str(path)}
     names = ("when", "task", "model", "workers", "virtual_workers", "global_batch", "optimizer")
-    line |= dict.fromkeys((*names, "unit", "accuracy", "loss", "best", "samples_per_s", "steps", "total_steps"))
+    line |= dict.fromkeys((*names, "unit", "accuracy", "loss", "best", "monitored", "samples_per_s", "steps", "total_steps"))
     line |= {**dict.fromkeys(("epochs", "total_epochs", "time_s", "planned", "failed")), "status": Status.UNKNOWN, "detail": ""}
     try:
         if kind == "train":
@@ -99,6 +99,10 @@ def _fill_train(line: dict[str, Any], path: AnyPath) -> None:
             value = getattr(latest, name)
             line[name] = line[name] if value is None else value
     line["best"] = _best(line, latest, path)
+    best = _object(result.get("best"))
+    if number(best.get("value")) is not None:
+        metric = str(best.get("metric"))
+        line["monitored"] = {"metric": text(metric, 200), "best": number(best["value"]), "last": number(found.get(metric))}
 
 
 def _best(line: dict[str, Any], latest: "_Latest", path: AnyPath) -> float | None:

@@ -1,15 +1,17 @@
 """Whole batches, made in the loader processes: samples are read, then collated where an error can still name them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.core.keyed import KeyedDataset
 from paceline.core.keys import key, seed_sample
 from paceline.core.stream import Stream, StreamReader
 from paceline.data.conversion import collate, explain_collate
+from paceline.data.mapped import Rows
 from paceline.errors import SampleError, UsageError
 
 Collate = Callable[[list[Any]], Any]
@@ -21,11 +23,17 @@ class Batches(Dataset[Any]):
     """Returns whole batches. Arrays are indexed in one call, unless samples are collated by the task."""
 
     def __init__(
-        self, data: Any, seed: int, own: Collate | None = None, shards: int = 1, repeats: bool = False, whole: bool = False
+        self,
+        data: Any,
+        seed: int,
+        own: Collate | None = None,
+        shards: int = 1,
+        repeats: bool = False,
+        arrays: Sequence[Tensor] | None = None,
     ) -> None:
-        """`whole`: the data gives a batch for a list of sample numbers, as Arrays do."""
+        """`arrays`: the tensors of the data, if it is Arrays."""
         self._data, self._seed, self._own, self._repeats = data, seed, own, repeats
-        self._whole = whole and own is None
+        self._arrays = None if arrays is None or own is not None else tuple(map(Rows, arrays))
         self._reader = StreamReader(data, shards, seed) if isinstance(data, Stream) else KeyedDataset(data, seed, repeats)
 
     def __len__(self) -> int:
@@ -33,8 +41,8 @@ class Batches(Dataset[Any]):
 
     def __getitems__(self, pairs: list[tuple[int | None, int]]) -> Any:
         samples = [sample % len(self) if self._repeats else sample for _, sample in pairs]
-        if self._whole:
-            return self._data.__getitems__(samples)
+        if self._arrays is not None:
+            return tuple(array[samples] for array in self._arrays)
         try:
             items = self._reader.__getitems__(pairs)
         except UsageError as error:  # of a Stream

@@ -27,6 +27,7 @@ from paceline.core.stream import Stream
 from paceline.core.trees import map_tensors, tensors_in
 from paceline.data.batching import Batches, Collate, checked
 from paceline.data.conversion import name_type, to_tensors
+from paceline.data.mapped import is_mapped
 from paceline.data.processes import begin_process, close_loaders, start_loader
 from paceline.errors import UsageError
 
@@ -37,6 +38,8 @@ BatchIndices = Sequence[np.ndarray]
 Before = Callable[[int], None]
 Prepare = Callable[[tuple[Tensor, ...], Tensor, int | None], tuple[Tensor, ...]]
 """(batch on the device, sample numbers, epoch or None in validation) -> the batch for the objective."""
+
+_MANY_BYTES = 2**30  # a mapped file of this size may not fit in memory
 
 
 @runtime_checkable
@@ -72,9 +75,6 @@ class Arrays:
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return tuple(tensor[index] for tensor in self.tensors)
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
-        return tuple(tensor[indices] for tensor in self.tensors)
 
     def first(self, count: int) -> "Arrays":
         """The first `count` samples."""
@@ -182,6 +182,8 @@ class Resident(Loader):
 
     def _gather(self, samples: Tensor) -> tuple[Tensor, ...]:
         rows = samples if self._rows is None else samples % self._rows
+        if self._device.type == "cpu":
+            return tuple(tensor.index_select(0, rows) for tensor in self._tensors)  # there ten times as fast as an index
         return tuple(tensor[rows] for tensor in self._tensors)
 
 
@@ -210,7 +212,9 @@ class Streaming(Loader):
         for _ in range(min(workers, feed.own_shards) if several else 1):
             sampler, processes = PassSampler(), 1 if several else workers
             lane = DataLoader(
-                Batches(data, seed, feed.collate, feed.shards, feed.repeats, whole=isinstance(data, Arrays)),
+                Batches(
+                    data, seed, feed.collate, feed.shards, feed.repeats, data.tensors if isinstance(data, Arrays) else None
+                ),
                 batch_sampler=sampler,
                 num_workers=processes,
                 prefetch_factor=feed.prefetch if processes else None,
@@ -312,5 +316,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _fits(data: Arrays, device: torch.device) -> bool:
-    """Whether the data needs less than a third of the device's free memory (a CPU worker's data is already in memory)."""
-    return device.type != "cuda" or data.nbytes < torch.cuda.mem_get_info(device)[0] / 3
+    """Whether a GPU's free memory is more than three times the data. A CPU worker's data is in memory, or in a mapped file."""
+    if device.type == "cuda":
+        return data.nbytes < torch.cuda.mem_get_info(device)[0] / 3
+    return sum(tensor.nbytes for tensor in data.tensors if is_mapped(tensor)) < _MANY_BYTES

@@ -9,10 +9,12 @@ import dataclasses
 import hashlib
 import json
 import os
+import signal
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -46,8 +48,10 @@ _CAUSES = (
 _Hashes = dict[str, str | None]
 _ITEMS = 16  # to compare in a Dataset, besides the first and the last
 _FIRST = 2  # to compare in a Stream
-_MOST_WORDS = 1 << 24  # of 8 bytes, compared per array: 128 MiB take 50 ms, all of Fashion-MNIST 17 ms
-_BLOCK = 512  # words compared together: a page of memory, so that a mapped file is not read as a whole
+_FIRST_FORK_S = 30  # much longer than reading a few items takes
+_BLOCK = 512  # words of 8 bytes compared together: a page of memory, so that a mapped file is not read as a whole
+_ALL_BLOCKS = 1 << 15  # arrays up to this size are compared as a whole: 128 MiB take 50 ms, all of Fashion-MNIST 17 ms
+_SOME_BLOCKS = 1 << 12  # of larger ones: 16 MiB
 
 
 def load_data(task: Task, config: Config, world: World) -> tuple[Data, dict[str, Data], str]:
@@ -125,7 +129,7 @@ def _facts(data: Data) -> dict[str, Tensor]:
     for i, tensor in enumerate(data.tensors if isinstance(data, Arrays) else ()):
         words, rest = _words(tensor)
         facts[f"the shape of array {i}"] = torch.tensor([*tensor.shape, *str(tensor.dtype).encode()])
-        facts[f"array {i}"] = words[:: max(1, -(-words.numel() // _MOST_WORDS))]
+        facts[f"array {i}"] = words if len(words) <= _ALL_BLOCKS else words[:: -(-len(words) // _SOME_BLOCKS)]
         facts[f"the end of array {i}"] = rest
     return facts
 
@@ -163,7 +167,18 @@ def in_child(function: Callable[[], Any]) -> Any:
 
     A Dataset that opens its file on first use must not open it in this process: the loader processes, which are also forks,
     would share the position in that file.
+
+    Once in thousands of times a fork hangs, on a lock that another thread held at that moment. So the first fork gets a time
+    limit and the second does not: slow data takes longer, but loads.
     """
+    answer = _ask_child(function, _FIRST_FORK_S)
+    if answer is None:
+        answer = _ask_child(function, None)
+    return json.loads(answer) if answer else None
+
+
+def _ask_child(function: Callable[[], Any], limit_s: float | None) -> bytes | None:
+    """What the function returned in a fork, as JSON; empty if it failed, None if it took too long and was killed."""
     reader, writer = os.pipe()
     parent, child = os.getpid(), os.fork()
     if child == 0:
@@ -174,10 +189,12 @@ def in_child(function: Callable[[], Any]) -> Any:
                 file.write(json.dumps(function()))
         os._exit(0)
     os.close(writer)
-    with os.fdopen(reader) as file:
-        text = file.read()
+    with os.fdopen(reader, "rb") as file:
+        answer = file.read() if wait([reader], limit_s) else None  # the child writes when it is done
+    if answer is None:
+        os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return json.loads(text) if text else None
+    return answer
 
 
 def _choose_items(count: int, seed: int) -> list[int]:

@@ -128,6 +128,21 @@ def wait_for(path):
     while not path.exists():
         time.sleep(0.01)
 
+def end(code):
+    (here / "ended").symlink_to(str(os.getpid()))
+    os._exit(code)
+
+def lose_contact():
+    while not os.path.lexists(here / "ended"):
+        time.sleep(0.01)
+    try:
+        while ") Z " not in Path("/proc", os.readlink(here / "ended"), "stat").read_text():
+            time.sleep(0.01)
+    except OSError:  # its launcher has seen it end
+        pass
+    send_failure(rank, RuntimeError("Connection closed by peer"))
+    sys.exit(1)
+
 def ask(number):
     wait_for(here / "1.log")  # a worker that begins after a request to stop ends by itself
     os.kill(launcher, number)
@@ -289,26 +304,9 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(worker):
         assert launch(["train"], Config(workers=2, grace_s=100)) == Outcome(STOPPED, why="SIGTERM")
 
 
-ENDS_EARLY = """
-begin()
-if rank == 1:
-    (here / "pid").symlink_to(str(os.getpid()))
-    os._exit(0)
-while not os.path.lexists(here / "pid"):
-    time.sleep(0.01)
-try:
-    while ") Z " not in Path("/proc", os.readlink(here / "pid"), "stat").read_text():
-        time.sleep(0.01)
-except OSError:  # the launcher has collected it
-    pass
-send_failure(0, RuntimeError("Connection closed by peer"))
-sys.exit(1)
-"""
-
-
 def test_a_worker_that_ends_before_the_run_is_done_is_named(worker):
     """With exit code 0, by sys.exit or os._exit in user code: the others lose contact, and torch elastic sees no failure."""
-    worker(ENDS_EARLY)
+    worker("begin()\nrank == 1 and end(0)\nlose_contact()")
     failure = launch(["train"], Config(workers=2)).failure
     assert failure.rank == 1
     assert failure.text == ("worker 1 ended with exit code 0 before the run was done: does the task call sys.exit or os._exit?")
@@ -479,10 +477,7 @@ sys.exit(launch(["train"], config).exit_code)
 
 def test_two_nodes_meet_again_at_the_same_port(worker, tmp_path):
     python = sys.executable
-    script = worker(
-        "if attempt == 1 and rank == 1:\n    sys.exit(7)\n"
-        "if attempt == 1:\n    send_failure(0, RuntimeError('Connection closed by peer'))\n    sys.exit(1)\n"
-    )
+    script = worker("if attempt == 1:\n    rank == 1 and end(7)\n    lose_contact()")
     (port,) = free_ports(1)
     started = [
         subprocess.Popen([python, "-c", NODE, script, str(i), f"127.0.0.1:{port}"], stderr=subprocess.PIPE, text=True)

@@ -1,14 +1,17 @@
 """The data of a run: the same on every worker, or refused before the first step."""
 
 import array
+import os
 import random
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -158,6 +161,21 @@ def test_a_dataset_is_not_read_where_its_loader_processes_are_forked() -> None:
     assert not data.reads
 
 
+def test_a_fork_that_hangs_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset, "_FIRST_FORK_S", 0.2)
+
+    def hang_once() -> int:
+        forks = len(list(tmp_path.iterdir()))
+        (tmp_path / f"{os.getpid()}").touch()
+        time.sleep(1e6 if forks == 0 else 1)  # the second one may be slow
+        return forks
+
+    assert dataset.in_child(hang_once) == 1
+    first, second = (int(path.name) for path in tmp_path.iterdir())
+    assert not psutil.pid_exists(first)
+    assert not psutil.pid_exists(second)
+
+
 def test_a_mistake_in_a_dataset_shows_as_it_is() -> None:
     def mistake(point: Tensor, label: int) -> Any:
         raise LookupError("no such label")
@@ -181,12 +199,14 @@ def test_arrays_of_any_type_size_and_place() -> None:
 
 
 def test_large_arrays_are_compared_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "_MOST_WORDS", 10)
+    monkeypatch.setattr(dataset, "_ALL_BLOCKS", 51)
+    monkeypatch.setattr(dataset, "_SOME_BLOCKS", 5)
     monkeypatch.setattr(dataset, "_BLOCK", 2)
     data = Arrays((torch.arange(105),))
     facts = dataset._facts(data)
     assert facts["array 0"].tolist() == [[n, n + 1] for n in range(0, 104, 22)]  # every eleventh block
     assert facts["the end of array 0"].tolist() == [104, 0, 0, 0, 0, 0, 0, 0]
+    assert len(dataset._facts(Arrays((torch.arange(102),)))["array 0"]) == 51
     assert digest(data) == digest(data)
 
 

@@ -28,7 +28,7 @@ def plain_sgd(steps: list[list[int]], samples: int) -> dict[str, Any]:
     model.load_state_dict({name: torch.from_numpy(value) for name, value in trained.weights.items()})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in steps:
-        inputs, labels, _ = data.__getitems__(step)
+        inputs, labels, _ = (tensor[step] for tensor in data.tensors)
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
         optimizer.zero_grad()

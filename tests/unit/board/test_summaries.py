@@ -79,6 +79,20 @@ def test_the_best_loss_of_a_run_without_accuracies_is_its_lowest(tmp_path: Path)
     end_run(live)
 
 
+@pytest.mark.parametrize("best", [None, "f1", {}, {"metric": "f1"}, {"metric": "f1", "value": "high"}])
+def test_a_run_without_a_monitored_metric_has_none_in_the_list(demo: Path, best: Any) -> None:
+    result = json.loads((demo / "result.json").read_text())
+    (demo / "result.json").write_text(json.dumps({**result, "best": best}))
+    assert read_summary(demo)["monitored"] is None
+
+
+def test_the_monitored_metric_is_in_the_list(demo: Path) -> None:
+    result = json.loads((demo / "result.json").read_text())
+    result |= {"best": {"metric": "f1", "value": 0.9, "epoch": 2}, "metrics": {**result["metrics"], "f1": 0.8}}
+    (demo / "result.json").write_text(json.dumps(result))
+    assert read_summary(demo)["monitored"] == {"metric": "f1", "best": 0.9, "last": 0.8}
+
+
 def test_the_best_of_a_very_long_file_is_in_the_csv_or_unknown(demo: Path) -> None:
     with (demo / "metrics.jsonl").open("ab") as file:
         file.write(b'{"kind": "step", "step": 61}\n' * 40_000)

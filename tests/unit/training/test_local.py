@@ -91,7 +91,8 @@ def by_hand(task: Task, options: dict[str, Any]) -> tuple[list[nn.Module], list[
         epoch, number = divmod(step, sampler.steps)
         order, bounds, total = sampler.order(epoch), sampler.part_bounds(number), 0.0
         for part, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
-            inputs, labels, _ = data.__getitems__(order[bounds[part] : bounds[part + 1]].tolist())
+            samples = order[bounds[part] : bounds[part + 1]].tolist()
+            inputs, labels, _ = (tensor[samples] for tensor in data.tensors)
             loss = nn.functional.cross_entropy(net(inputs), labels)
             loss.backward()
             if config.clip_norm:
