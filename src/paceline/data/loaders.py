@@ -28,7 +28,7 @@ from paceline.core.trees import map_tensors, tensors_in
 from paceline.data.batching import Batches, Collate, checked
 from paceline.data.conversion import name_type, to_tensors
 from paceline.data.mapped import is_mapped
-from paceline.data.processes import begin_process, close_loaders, start_loader
+from paceline.data.processes import begin_process, close_loaders, start_loader, start_method
 from paceline.errors import UsageError
 
 Batch = tuple[Any, ...]
@@ -217,6 +217,7 @@ class Streaming(Loader):
                 ),
                 batch_sampler=sampler,
                 num_workers=processes,
+                multiprocessing_context=start_method() if processes else None,
                 prefetch_factor=feed.prefetch if processes else None,
                 pin_memory=device.type == "cuda" and feed.pin_memory != "off",
                 persistent_workers=processes > 0,

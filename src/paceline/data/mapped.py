@@ -8,6 +8,7 @@ import ctypes
 import math
 import mmap
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -23,12 +24,16 @@ class Rows:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._size = tensor, tensor.stride(0) * tensor.itemsize
-        small = self._size < mmap.PAGESIZE  # advice would cost more than it saves
-        self._madvise = None if small or not tensor.is_contiguous() or not is_mapped(tensor) else _load_madvise()
 
     def __getitem__(self, rows: list[int]) -> Tensor:
         self._read_ahead(rows)
         return torch.index_select(self._tensor, 0, torch.tensor(rows, dtype=torch.int64), out=self._new_batch(len(rows)))
+
+    @cached_property
+    def _madvise(self) -> Callable[[int, int, int], int] | None:
+        """Asks for pages, if that is worthwhile. Found out where it is used: a process that is not a fork has a copy."""
+        small = self._size < mmap.PAGESIZE  # asking would cost more than it saves
+        return None if small or not self._tensor.is_contiguous() or not is_mapped(self._tensor) else _load_madvise()
 
     def _new_batch(self, rows: int) -> Tensor | None:
         """Where to put a batch: in a loader process, in memory that it shares with its worker. That saves a copy."""

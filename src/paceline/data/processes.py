@@ -18,6 +18,15 @@ _CLOSE_S = 2.0  # how long a loader process may take to finish its batch
 _MOST_PATH = 70  # characters; multiprocessing adds about 32
 
 
+def start_method() -> str:
+    """How to start loader processes: by a fork where the system can, unless the program has chosen another way.
+
+    Python 3.14's default would pickle the data: a Dataset with a lambda could not be sent, and arrays would be copied.
+    """
+    forks = "fork" in multiprocessing.get_all_start_methods()
+    return multiprocessing.get_start_method(allow_none=True) or ("fork" if forks else "spawn")
+
+
 def start_loader(loader: DataLoader[Any]) -> None:
     """Start the processes of a DataLoader whose sampler has no batches yet."""
     if loader.num_workers:
@@ -49,7 +58,7 @@ def close_loaders(loaders: Sequence[DataLoader[Any]]) -> None:
 
 def begin_process(parent: int, cores: Iterable[int] | None, number: int) -> None:
     """Runs in each loader process: it ends with the worker, not before."""
-    served = multiprocessing.get_start_method() == "forkserver"  # then the parent is the server, which ends with the worker
+    served = start_method() == "forkserver"  # then the parent is the server, which ends with the worker
     die_with_parent(os.getppid() if served else parent)
     # Terminals and schedulers send these to all processes of a run, and the worker still needs samples to finish its step.
     # Unlike SIG_IGN, a handler that does nothing is not inherited by programs that a Dataset starts.

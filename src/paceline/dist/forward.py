@@ -69,7 +69,8 @@ def forward_output(folder: Path) -> None:
             os.set_blocking(pipe, True)
             os.dup2(pipe, number)
             os.close(pipe)
-            getattr(sys, name).reconfigure(line_buffering=True)  # a print in user code appears at once
+            # A print in user code appears at once, and as a whole: with PYTHONUNBUFFERED set, lines of workers would mix.
+            getattr(sys, name).reconfigure(line_buffering=True, write_through=False)
 
 
 def _is_inherited(stream: TextIO, number: int) -> bool:

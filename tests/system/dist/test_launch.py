@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -420,13 +421,15 @@ def test_workers_can_be_launched_outside_the_main_thread(worker, tmp_path):
     assert outcomes == [Outcome(0, None, tmp_path / "record")]
 
 
-def test_the_workers_output_goes_to_the_programs_own_streams(worker, capsys):
-    """pytest's streams, like those of a notebook, are not files that a worker inherits."""
-    worker("print('out', rank, end='\\r'); print('of', rank); print('err', rank, file=sys.stderr)")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_the_workers_output_goes_to_the_programs_own_streams(unbuffered, worker, capsys, monkeypatch):
+    """pytest's streams, like those of a notebook, are not files that a worker inherits. Lines of two workers do not mix."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    worker("for _ in range(300): print('out', rank, end='\\r'); print('of', rank); print('err', rank, file=sys.stderr)")
     assert launch(["train"], Config(workers=2)).exit_code == 0
     shown = capsys.readouterr()
-    assert sorted(shown.out.splitlines()) == ["of 0", "of 1", "out 0", "out 1"]
-    assert sorted(shown.err.splitlines()) == ["err 0", "err 1"]
+    assert Counter(shown.out.splitlines()) == dict.fromkeys(["of 0", "of 1", "out 0", "out 1"], 300)
+    assert Counter(shown.err.splitlines()) == dict.fromkeys(["err 0", "err 1"], 300)
 
 
 def test_workers_end_if_waiting_for_them_fails(worker, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Both loaders yield the requested batches, whichever way and process makes them."""
 
+import multiprocessing
 import os
 import random
 
@@ -81,6 +82,14 @@ def test_a_loader_that_has_started_nothing_closes(workers):
     loader = make_loader(arrays(), "resident", None, CPU, 0, 0)
     loader.start()
     loader.close()
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "fork"), ("spawn", "spawn"), ("forkserver", "forkserver")])
+def test_loader_processes_are_forks_unless_the_program_says_otherwise(chosen, expected, monkeypatch):
+    """Python 3.14 would use a fork server, to which data with a lambda cannot be sent."""
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: chosen if allow_none else "forkserver")
+    loader = make_loader(Arrays((torch.arange(4),)), "streaming", None, CPU, 2, 0)
+    assert loader._lanes[0].multiprocessing_context.get_start_method() == expected
 
 
 def test_an_epoch_that_was_not_finished_does_not_disturb_the_next():
