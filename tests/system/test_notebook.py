@@ -77,7 +77,8 @@ def test_a_task_from_a_cell(notebook: Notebook, runs: Path) -> None:
         "Stopped: stopped by Ctrl-C after step #; a checkpoint was written; the same command with --resume continues"
     ]
     assert notebook.run("6 * 7").result == "42"
-    resumed = notebook.run('paceline.train(task, workers=1, resume="long")', interrupt_at="resumed")  # in the kernel itself
+    resumed = notebook.run('paceline.train(task, workers=1, resume="long")', interrupt_at="Epoch = ")  # in the kernel itself
+    assert "resumed" in resumed.out
     assert resumed.error[0].startswith("Stopped: stopped by Ctrl-C")
     assert children(notebook.pid) == {}
     assert list(Path("tmp").glob("paceline-*")) == []
