@@ -5,7 +5,8 @@ numbers. So they have the same bits on any number of workers, and are what one p
 """
 
 import copy
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, cast
@@ -17,6 +18,7 @@ from paceline.data.conversion import name_type
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.explanation import Explanation, explain, headline
+from paceline.output import plural
 
 
 class WholeSet:
@@ -79,15 +81,27 @@ class WholeSet:
 
 def _call(name: str, function: Callable[..., Any], *outputs: Any) -> Any:
     """Call a user's function, with outputs as its arguments: tuples by position, dicts by name."""
+    given = outputs[0] if outputs else ()
+    named = given if isinstance(given, Mapping) else {}
+    placed = given if isinstance(given, tuple | list) else () if isinstance(given, Mapping) else (given,)
     try:
         with torch.no_grad():
-            if not outputs:
-                return function()
-            if isinstance(outputs[0], Mapping):
-                return function(**outputs[0])
-            return function(*outputs[0]) if isinstance(outputs[0], tuple | list) else function(outputs[0])
+            return function(*placed, **named)
     except Exception as error:
-        raise UsageError(f"metric {name!r} failed: {headline(error)}") from error
+        why = headline(error)
+        if not _accepts(function, placed, named):
+            found = ", ".join(named) if named else plural(len(placed), "value")
+            why += f"; its arguments are the 'outputs' of the objective (one tensor, a tuple or a dict), here {found}"
+        raise UsageError(f"metric {name!r} failed: {why}") from error
+
+
+def _accepts(function: Callable[..., Any], placed: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether a function can be called with these arguments; True if it does not say."""
+    try:
+        inspect.signature(function).bind(*placed, **named)
+    except (TypeError, ValueError) as error:  # ValueError: some built-in functions have no signature
+        return isinstance(error, ValueError)
+    return True
 
 
 def is_object(metric: Any) -> bool:

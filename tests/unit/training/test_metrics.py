@@ -97,7 +97,10 @@ class Broken(Counter):
         (lambda *outputs: outputs[0], r"metric 'mine' returned a tensor of shape \(41,\): it must return one number"),
         (lambda *outputs: None, "metric 'mine' returned None: it must return one number"),
         (lambda *outputs: "good", "metric 'mine' returned text: it must return one number"),
-        (lambda one: 1.0, "metric 'mine' failed: TypeError: .*takes 1 positional argument but 3 were given"),
+        (
+            lambda one: 1.0,
+            "metric 'mine' failed: .*takes 1 positional argument but 3 were given; its arguments are.* here 3 values",
+        ),
         (lambda *outputs: {"a": 1.0, "b": outputs[0]}, "metric 'mine_b' returned a tensor of shape"),
     ],
 )
