@@ -16,6 +16,7 @@ from typing import Any, Literal
 from paceline.errors import UsageError, unknown
 from paceline.hints import unknown_key
 from paceline.options import RemembersGiven, Role, copied, option, option_of
+from paceline.phases import parse_batch_schedule, write_batch_schedule
 from paceline.settings import Settings, make_settings
 from paceline.values import check_record_name, parse_every, parse_milestones, short
 from paceline.values import flag as flag
@@ -99,6 +100,21 @@ class Config(RemembersGiven):
     """The batch on one worker for which base_lr is known to work."""
     global_batch: int | None = _batch(None, Role.MODEL, Role.LAUNCH, Role.STATE, Role.SEVERAL_PARTS, Role.COMMON, at_least=1)
     """Samples per step over all workers (default: reference_batch for each virtual worker)."""
+    batch_schedule: str = _batch(
+        "",
+        Role.MODEL,
+        Role.STATE,
+        Role.METHOD,
+        Role.SEVERAL_PARTS,
+        parse=parse_batch_schedule,
+        metavar="EPOCH:BATCH...",
+    )
+    """Change the global batch during the run: "0:1024 1:2048 2.5:4096" means 2,048 from epoch 1 on. auto: start small and double
+    the batch, up to --global-batch, as the measured noise scale grows."""
+    smallest_part: int = _batch(32, Role.MODEL, Role.STATE, Role.METHOD, at_least=1)
+    """With --batch-schedule: phases whose V parts would have fewer samples than this are cut into fewer parts."""
+    batch_lr_power: float = _batch(0.25, Role.MODEL, Role.METHOD, at_least=0, at_most=1)
+    """With --batch-schedule: the learning rate in a phase is multiplied by (its batch / the largest batch) to this power."""
     accumulate: int = _batch(1, Role.MODEL, Role.METHOD, at_least=1)
     """Split each part of a step into N micro-batches (less memory, same step)."""
     optimizer: str = _batch("sgd", Role.MODEL, Role.STATE, Role.METHOD, Role.COMMON, metavar="NAME")
@@ -340,6 +356,8 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
         kind = next(member for member in typing.get_args(kind) if member is not type(None))
     if kind is Settings:
         return make_settings({} if value is None else value)
+    if key == "batch_schedule" and isinstance(value, Mapping):
+        return write_batch_schedule(value)
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if value not in choices:

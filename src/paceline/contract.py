@@ -51,6 +51,9 @@ class Contract:
     seed: int
     loader: str
     record: str
+    phases: tuple[dict[str, Any], ...] = ()
+    """With `--batch-schedule`, for each phase: start (in epochs), global_batch, virtual_workers, part_batch, steps, peak_lr (at
+    the top of the schedule) and samples_per_worker (the most that a worker computes in a step). For "auto": those so far."""
     frozen: int = 0
     """Parameters that are not trained."""
     settings: str = ""

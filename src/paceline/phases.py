@@ -1,0 +1,94 @@
+"""Phases of a run: the global batch and its parts may change as training goes on (`--batch-schedule`).
+
+A schedule is text such as "0:1024 1:2048 2.5:4096": from epoch 0 on a global batch of 1,024, from epoch 1 on 2,048, and so on.
+What the parts of a phase are follows from the schedule, V and `--smallest-part`, never from the number of workers. Nothing here
+imports torch.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.output import plural
+from paceline.values import short
+
+AUTO = "auto"
+_MOST_BATCH = 10**12
+_RULE = 'it must be epoch:batch pairs, such as "0:1024 1:2048 2.5:4096", or auto'
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of a run in which all full steps have the same global batch and the same number of parts."""
+
+    start: float
+    """In epochs, from 0. The phase begins with the first step that starts there or later."""
+    global_batch: int
+    parts: int
+
+    @property
+    def part_batch(self) -> int:
+        """Samples in a part of a full step."""
+        return self.global_batch // self.parts
+
+
+def parse_batch_schedule(text: str) -> tuple[tuple[float, int], ...]:
+    """The (epoch, global batch) pairs of a `--batch-schedule`; empty for "" and "auto"."""
+    if text in ("", AUTO):
+        return ()
+    pairs = []
+    for each in text.replace(",", " ").split():
+        epoch, colon, batch = each.partition(":")
+        pairs.append((_number(epoch, float, text), _number(batch, int, text) if colon else -1))
+    if not pairs or any(batch < 1 for _, batch in pairs):
+        raise UsageError(f"--batch-schedule is {short(repr(text))}: {_RULE}")
+    if pairs[0][0] != 0:
+        raise UsageError(f"--batch-schedule starts at epoch {pairs[0][0]:g}: the first phase must start at epoch 0")
+    for (before, _), (start, batch) in itertools.pairwise(pairs):
+        if start <= before:
+            raise UsageError(
+                f"--batch-schedule: {start:g}:{batch} comes after a phase that starts at epoch {before:g}: each phase must"
+                " start later than the one before"
+            )
+    return tuple(pairs)
+
+
+def write_batch_schedule(pairs: Sequence[tuple[float, int]] | Mapping[Any, Any]) -> str:
+    """The text of a schedule, from pairs or from a table as TOML has it: {"0" = 1024, "2.5" = 4096}."""
+    items = pairs.items() if isinstance(pairs, Mapping) else pairs
+    text = " ".join(f"{start:g}:{batch}" if isinstance(start, float) else f"{start}:{batch}" for start, batch in items)
+    parse_batch_schedule(text)
+    return text
+
+
+def make_phases(pairs: Sequence[tuple[float, int]], parts: int, smallest_part: int) -> tuple[Phase, ...]:
+    """The phases of a schedule. `parts` is V: what the largest batch is cut into.
+
+    A smaller batch is cut into V parts too, unless they would have fewer than `smallest_part` samples: then into fewer parts.
+    Raises a UsageError for a batch that does not divide into its parts.
+    """
+    phases = []
+    largest = max(batch for _, batch in pairs)
+    for start, batch in pairs:
+        count = parts if batch == largest else min(parts, max(1, batch // smallest_part))
+        if batch % count:
+            below, above = batch // count * count, (batch // count + 1) * count
+            raise UsageError(
+                f"--batch-schedule: the global batch of {batch} from epoch {start:g} on does not divide into"
+                f" {plural(count, 'equal part')}: use {f'{below} or {above}' if below else above}"
+            )
+        phases.append(Phase(start, batch, count))
+    return tuple(phases)
+
+
+def _number(text: str, kind: Any, whole: str) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = -1
+    if not (math.isfinite(value) and 0 <= value <= _MOST_BATCH):
+        raise UsageError(f"--batch-schedule is {short(repr(whole))}: {_RULE}")
+    return value
