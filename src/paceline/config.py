@@ -109,8 +109,8 @@ class Config(RemembersGiven):
         parse=parse_batch_schedule,
         metavar="EPOCH:BATCH...",
     )
-    """Change the global batch during the run: "0:1024 1:2048 2.5:4096" means 2,048 from epoch 1 on. auto: start small and double
-    the batch, up to --global-batch, as the measured noise scale grows."""
+    """Change the global batch during the run: "0:1024 1:2048 2.5:4096" means 2,048 from epoch 1 on. auto: start at
+    --global-batch / 32 (auto:512: at 512) and double the batch, up to --global-batch, as the measured noise scale grows."""
     smallest_part: int = _batch(32, Role.MODEL, Role.STATE, Role.METHOD, at_least=1)
     """With --batch-schedule: phases whose V parts would have fewer samples than this are cut into fewer parts."""
     batch_lr_power: float = _batch(0.25, Role.MODEL, Role.METHOD, at_least=0, at_most=1)

@@ -5,6 +5,7 @@ torch; `training/terms.py` works the numbers out.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from inspect import signature
 from typing import Any
@@ -103,6 +104,8 @@ def contract_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
             text = ", ".join(f"{known[name]}" if names[name] == what else f"{names[name]} {known[name]}" for name in fields)
         if text:
             lines.append((what, text))
+        if what == "global batch":
+            lines += _phase_lines(facts.get("phases"))
     return lines
 
 
@@ -119,6 +122,20 @@ def _workers(workers: int, virtual_workers: int, parts: str, launcher: str, node
 def _global_batch(global_batch: int, virtual_workers: int, part_batch: int, accumulate: int = 1) -> str:
     micro = f", each in {accumulate:,} micro-batches" if accumulate > 1 else ""
     return f"{global_batch:,} = {plural(virtual_workers, 'part')} of {part_batch:,}{micro}"
+
+
+def _phase_lines(phases: Any) -> list[tuple[str, str]]:
+    """One line per phase of a batch schedule; a broken one is left out."""
+    lines = []
+    for number, phase in enumerate(phases if isinstance(phases, list | tuple) else (), 1):
+        with suppress(KeyError, TypeError, ValueError):
+            text = (
+                f"from epoch {phase['start']:g}: batch {phase['global_batch']:,} ="
+                f" {plural(phase['virtual_workers'], 'part')} of {phase['part_batch']:,}, {plural(phase['steps'], 'step')}, lr"
+                f" {phase['peak_lr']:.4g}, {plural(phase['samples_per_worker'], 'sample')} per worker"
+            )
+            lines.append((f"phase {number}", text))
+    return lines
 
 
 def _scale(k: float, lr_rule: str, peak_lr: float) -> str:

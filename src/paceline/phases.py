@@ -16,8 +16,9 @@ from paceline.output import plural
 from paceline.values import short
 
 AUTO = "auto"
+_HALVINGS = 5
 _MOST_BATCH = 10**12
-_RULE = 'it must be epoch:batch pairs, such as "0:1024 1:2048 2.5:4096", or auto'
+_RULE = 'it must be epoch:batch pairs, such as "0:1024 1:2048 2.5:4096", or auto, or auto:512 to start at 512'
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,36 @@ class Phase:
         return self.global_batch // self.parts
 
 
+def is_auto(text: str) -> bool:
+    """Whether a `--batch-schedule` follows the noise scale. Raises a UsageError for a start that is not a batch."""
+    word, colon, start = text.partition(":")
+    if word == AUTO and colon and not _number(start, int, text):
+        raise UsageError(f"--batch-schedule is {short(repr(text))}: {_RULE}")
+    return word == AUTO
+
+
+def first_of_auto(text: str, global_batch: int) -> int:
+    """The batch that `--batch-schedule auto` starts at: the one given, or global_batch / 32, or less often halved if odd."""
+    given = text.partition(":")[2]
+    if given:
+        doubled = int(given)
+        while doubled < global_batch:
+            doubled *= 2
+        if doubled != global_batch:
+            raise UsageError(
+                f"--batch-schedule {text}: doubling {given} does not lead to the global batch of {global_batch}: use"
+                f" --global-batch {doubled}"
+            )
+        return int(given)
+    halvings = next((n for n in range(_HALVINGS) if global_batch % (2 << n)), _HALVINGS)
+    return global_batch >> halvings
+
+
 def parse_batch_schedule(text: str) -> tuple[tuple[float, int], ...]:
     """The (epoch, global batch) pairs of a `--batch-schedule`; empty for "" and "auto"."""
-    if text in ("", AUTO):
+    if not text or is_auto(text):
         return ()
-    pairs = []
+    pairs: list[tuple[float, int]] = []
     for each in text.replace(",", " ").split():
         epoch, colon, batch = each.partition(":")
         pairs.append((_number(epoch, float, text), _number(batch, int, text) if colon else -1))
@@ -47,10 +73,10 @@ def parse_batch_schedule(text: str) -> tuple[tuple[float, int], ...]:
         raise UsageError(f"--batch-schedule is {short(repr(text))}: {_RULE}")
     if pairs[0][0] != 0:
         raise UsageError(f"--batch-schedule starts at epoch {pairs[0][0]:g}: the first phase must start at epoch 0")
-    for (before, _), (start, batch) in itertools.pairwise(pairs):
+    for (before, _), (start, size) in itertools.pairwise(pairs):
         if start <= before:
             raise UsageError(
-                f"--batch-schedule: {start:g}:{batch} comes after a phase that starts at epoch {before:g}: each phase must"
+                f"--batch-schedule: {start:g}:{size} comes after a phase that starts at epoch {before:g}: each phase must"
                 " start later than the one before"
             )
     return tuple(pairs)
@@ -71,7 +97,7 @@ def make_phases(pairs: Sequence[tuple[float, int]], parts: int, smallest_part: i
     Raises a UsageError for a batch that does not divide into its parts.
     """
     phases = []
-    largest = max(batch for _, batch in pairs)
+    largest = max((batch for _, batch in pairs), default=0)
     for start, batch in pairs:
         count = parts if batch == largest else min(parts, max(1, batch // smallest_part))
         if batch % count:
@@ -82,6 +108,16 @@ def make_phases(pairs: Sequence[tuple[float, int]], parts: int, smallest_part: i
             )
         phases.append(Phase(start, batch, count))
     return tuple(phases)
+
+
+def check_largest(pairs: Sequence[tuple[float, int]], global_batch: int | None) -> None:
+    """Raise a UsageError if a global batch is given besides a schedule, and is not its largest."""
+    largest = max((batch for _, batch in pairs), default=global_batch)
+    if global_batch is not None and largest != global_batch:
+        raise UsageError(
+            f"--global-batch is {global_batch}, but the largest batch of --batch-schedule is {largest}: give the same, or leave"
+            " --global-batch out"
+        )
 
 
 def _number(text: str, kind: Any, whole: str) -> Any:

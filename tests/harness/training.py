@@ -42,6 +42,7 @@ class Watcher:
     notes: list[str] = field(default_factory=list)
     healths: list[dict[str, Any]] = field(default_factory=list)
     timelines: list[dict[str, Any]] = field(default_factory=list)
+    phases: list[dict[str, Any]] = field(default_factory=list)
 
     def start(self, contract: Any) -> None: ...
 
@@ -52,6 +53,9 @@ class Watcher:
         self.steps.append(dict(row))
 
     def validating(self, epoch: int, done: int, total: int) -> None: ...
+
+    def phase(self, row: Any) -> None:
+        self.phases.append(dict(row))
 
     def epoch(self, row: Any) -> None:
         self.epochs.append(dict(row))

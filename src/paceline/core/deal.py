@@ -4,7 +4,7 @@ A step is cut into V parts. Worker r of P takes a contiguous run of them. It com
 pass, or *in turn*, one after the other. Each pass may be cut further into micro-batches (gradient accumulation).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,43 +43,62 @@ def count_micros(accumulate: int, part_batch: int) -> int:
 
 
 def deal_parts(parts: int, workers: int, rank: int, at_once: int, whole_groups: bool) -> list[range]:
-    """This worker's parts, in groups that run in one pass.
+    """This worker's parts, in groups that run in one pass. Workers of high rank get none if there are too few for all.
 
     With `whole_groups` (exact sums) the groups do not depend on the number of workers.
     """
-    if whole_groups:
-        groups = _cut(range(parts), at_once)
-        return groups[len(groups) * rank // workers : len(groups) * (rank + 1) // workers]
-    return _cut(range(parts * rank // workers, parts * (rank + 1) // workers), at_once)
+    if not whole_groups and parts >= workers:
+        return _cut(range(parts * rank // workers, parts * (rank + 1) // workers), at_once)
+    groups = _cut(range(parts), at_once if whole_groups else 1)
+    if len(groups) < workers:
+        return groups[rank : rank + 1]
+    return groups[len(groups) * rank // workers : len(groups) * (rank + 1) // workers]
 
 
 def cut_epoch(
-    sampler: Sampler, order: np.ndarray, steps: range, groups: Sequence[range], accumulate: int, one_pass: bool = False
+    sampler: Sampler, epoch: int, steps: range, groups_of: Callable[[int], list[range]], accumulate: int, one_pass: bool = False
 ) -> list[list[Pass]]:
-    """The passes of these steps of an epoch: `cut_step` of each, but all full steps are cut at once."""
-    size = sampler.global_batch
-    full = range(steps.start, max(steps.start, min(steps.stop, sampler.full_steps)))
-    part = size // sampler.parts
+    """The passes of these steps of an epoch. `groups_of`: this worker's groups, by the number of parts of the step."""
+    cut, order = sampler.cut(epoch), sampler.order(epoch)
+    passes: list[list[Pass]] = []
+    while len(passes) < len(steps):
+        begin = steps.start + len(passes)
+        phase = sampler.phases[cut.phases[begin]]
+        groups = groups_of(phase.parts)
+        other = np.flatnonzero(
+            (cut.phases[begin : steps.stop] != cut.phases[begin])
+            | (np.diff(cut.bounds[begin : steps.stop + 1]) != phase.global_batch)
+        )
+        full = range(begin, begin + int(other[0]) if len(other) else steps.stop)
+        if full:
+            laid_out = order[cut.bounds[begin] : cut.bounds[full.stop]].reshape(len(full), phase.parts, phase.part_batch)
+            passes += _cut_full(laid_out, groups, accumulate)
+        else:
+            passes.append(cut_step(sampler.part_bounds(epoch, begin), order, groups, accumulate, one_pass))
+    return passes
+
+
+def _cut_full(laid_out: np.ndarray, groups: Sequence[range], accumulate: int) -> list[list[Pass]]:
+    """The passes of full steps, all at once. `laid_out`: samples by step, part and place in the part."""
+    steps, _, part = laid_out.shape
     micros = count_micros(accumulate, part)
     cuts = [part // micros + (i < part % micros) for i in range(micros)]
-    laid_out = order[full.start * size : full.stop * size].reshape(len(full), sampler.parts, part)
-    passes: list[list[Pass]] = [[] for _ in full]
+    passes: list[list[Pass]] = [[] for _ in range(steps)]
     for number, group in enumerate(groups):
         of_group, start = laid_out[:, group.start : group.stop], 0
-        for micro, cut in enumerate(cuts):
-            rows = of_group[:, :, start : start + cut].transpose(0, 2, 1).reshape(len(full), cut * len(group))
-            start += cut
+        for micro, size in enumerate(cuts):
+            rows = of_group[:, :, start : start + size].transpose(0, 2, 1).reshape(steps, size * len(group))
+            start += size
             for i, samples in enumerate(rows):
                 passes[i].append(Pass(number, group, micro, micro == micros - 1, samples))
-    rest = range(full.stop, steps.stop)
-    return passes + [cut_step(sampler, order, i, groups, accumulate, one_pass) for i in rest]
+    return passes
 
 
 def cut_step(
-    sampler: Sampler, order: np.ndarray, step: int, groups: Sequence[range], accumulate: int, one_pass: bool = False
+    bounds: np.ndarray, order: np.ndarray, groups: Sequence[range], accumulate: int, one_pass: bool = False
 ) -> list[Pass]:
-    """The passes of one step of an epoch. Parts of different sizes, which only the last two steps can have, run in turn."""
-    bounds = sampler.part_bounds(step)
+    """The passes of one step, from the bounds of its parts. Parts of different sizes, which only an epoch's last two steps can
+    have, run in turn."""
     sizes = np.diff(bounds)
     micros = count_micros(accumulate, int(sizes.min()))
     passes = []

@@ -22,9 +22,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from paceline.core.carrier import MOST_METRICS, REQUESTS, WEIGHT, Carrier, Reducer, wrap
 from paceline.core.deal import Pass
 from paceline.core.noise import Noise
-from paceline.core.sampler import Sampler
 from paceline.dist.world import World
 from paceline.errors import UsageError
+from paceline.phases import Phase
 
 Work = Callable[[float], tuple[Tensor, Tensor]]
 """A pass's share of the step -> its loss and the vector of its metrics, both times the share: what `weigh` returns."""
@@ -61,7 +61,7 @@ def _weighted_sum(value: Tensor, weight: Tensor) -> Tensor:
 def divide_by_weight(payload: Tensor, grads: Iterable[Tensor | None]) -> Tensor:
     """Divide gradients, in place, and metrics by the step's weight: weighted means, or 0 if the weight is 0. No host sync."""
     weight = payload[WEIGHT]
-    inverse = torch.where(weight == 0, 0.0, 1 / weight)
+    inverse = torch.where(weight == 0, 1.0, 1 / weight)  # if all weights are 0, so are the sums
     found = [grad for grad in grads if grad is not None]
     for dtype in {grad.dtype for grad in found}:
         torch._foreach_mul_([grad for grad in found if grad.dtype == dtype], inverse.to(dtype))
@@ -86,21 +86,16 @@ def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
 class Engine:
     """Runs the passes of a step and reduces their gradients over parts and workers."""
 
-    def __init__(
-        self, model: nn.Module, sampler: Sampler, world: World, *, exact: bool, units: Sequence[int] | None = None
-    ) -> None:
-        """`units`: parts in each pass of all workers, to measure the noise scale from. Collective: call on every rank."""
-        self._world, self._sampler = world, sampler
+    def __init__(self, model: nn.Module, parts: int, world: World, *, exact: bool, measures_noise: bool = False) -> None:
+        """`parts`: the most that a step has. Call `enter` before the first step. Collective: call on every rank."""
+        self._world = world
         self.carrier = Carrier(model).to(world.device)
         self.averages = averages(world, exact)
         """DDP averages the workers' gradients."""
         if world.size > 1:
             _copy_from_rank_0([*(model.parameters() if exact else ()), *model.buffers()])  # DDP may leave out buffers
-        self.noise: Noise | None = None
-        if units is not None:
-            part_batch = sampler.global_batch // sampler.parts
-            self.noise = Noise(self.carrier.trained, units, part_batch, sampler.parts, world.device)
-        self._reducer = Reducer(self.carrier, sampler.parts) if exact else None
+        self.noise = Noise(self.carrier.trained, parts, world.device) if measures_noise else None
+        self._reducer = Reducer(self.carrier, parts) if exact else None
         self._wrapped = cast(Any, wrap(self.carrier) if self.averages else self.carrier)
         self._bucket_hook: BucketHook | None = None
         self._hooked = False
@@ -111,12 +106,14 @@ class Engine:
         self._requested = (False,) * REQUESTS
         self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Makes the context of every backward pass."""
+        self._global_batch = 0
         self._unfinished = False
         """A step has begun and is not reduced."""
         self._measured: Noise | None = None
         """The noise scale, if this step's gradients are compared."""
         self._weighted: bool | None = None
         """This step's metrics came with a weight; None before its first pass."""
+        self._idle = False
         self._unit = 0, 0.0
         """First of the parts that the current pass adds to, and what their loss counts for so far."""
 
@@ -124,6 +121,12 @@ class Engine:
         """Call `hook` for every DDP bucket that becomes ready. Once, before the first step."""
         self._bucket_hook = hook
         self._register_hook()
+
+    def enter(self, phase: Phase, units: Sequence[int]) -> None:
+        """The next steps belong to this phase. `units`: parts in each pass of all workers."""
+        self._global_batch = phase.global_batch
+        if self.noise is not None:
+            self.noise.enter(units, phase.part_batch, phase.global_batch)
 
     def request(self, requests: tuple[bool, bool]) -> None:
         """Set this worker's requests. All workers see them in the next reduced step."""
@@ -137,8 +140,8 @@ class Engine:
         if self._unfinished:
             self.forget()
             raise UsageError("the last step was not reduced: call step.reduce() once, after all its parts")
-        full = step_samples == self._sampler.global_batch  # a smaller step has parts of other sizes
-        self._measured = self.noise if full else None
+        full = step_samples == self._global_batch  # a smaller step has parts of other sizes
+        self._measured = self.noise if full and self.noise is not None and self.noise.can_compare else None
         if self._measured is not None:
             self._measured.start()
 
@@ -167,17 +170,35 @@ class Engine:
     def reduce(self) -> Tensor:
         """Finish the step's gradients. Returns metrics, requests and noise state, still on the device.
 
-        Metrics are means over the samples of all workers. Collective: call on every rank.
+        Metrics are means over the samples of all workers. A worker without a part in this step takes part with zeros.
+        Collective: call on every rank.
         """
+        idle = not self._unfinished
+        if idle:
+            self._join_idle()
         if self._reducer is not None:
             self._reducer.finish()
         if self._measured is not None:
             self._measured.finish(self._world)
         out, self._unfinished = self.carrier.unload(), False
-        if self._weighted:
+        if self._weighted or idle:
             out = divide_by_weight(out, [parameter.grad for parameter in self.carrier.trained])
         self._weighted = None
         return out if self.noise is None else torch.cat((out, self.noise.state.float()))
+
+    def _join_idle(self) -> None:
+        """Take part in a step in which this worker has no part."""
+        none = torch.zeros(0, device=self.requests.device)
+        self._idle = True
+        if self.averages:
+            self._wrapped(lambda: none)
+            self.carrier.begin_backward()
+        self.carrier.load(none, self.requests)
+        if self.averages:
+            self.carrier.complete()
+        if self._reducer is not None:
+            self._reducer.add()
+        self._idle = False
 
     def dry_run(self, passes: Sequence[Pass], step_samples: int, work: Callable[[int, float], tuple[Tensor, Tensor]]) -> None:
         """All forward and backward passes of a step, without other workers: a failure leaves none of them in a collective.
@@ -234,7 +255,7 @@ class Engine:
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[Tensor]:
         """DDP's own averaging, after the noise scale has seen this worker's gradients."""
-        if self._measured is not None:
+        if self._measured is not None and not self._idle:
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             self._measured.add(*self._unit, {p: grad for p, grad in pairs if p is not self.carrier.cargo})
         average = partial(allreduce_hook, group, bucket)

@@ -27,18 +27,28 @@ _SMOOTHING = 0.95
 class Noise:
     """Estimates the noise scale from the gradients of the units."""
 
-    def __init__(self, parameters: Iterable[Tensor], units: Sequence[int], part_batch: int, parts: int, device: Any) -> None:
-        """`units`: the number of parts in each unit, of all workers."""
+    def __init__(self, parameters: Iterable[Tensor], parts: int, device: Any) -> None:
+        """`parts`: the most that a step has. Call `enter` before the first step."""
         self.parameters = list(parameters)
-        self._units, self._global_batch = len(units), part_batch * parts
-        inverse = math.fsum(1 / (count * part_batch) for count in units) / len(units)
-        self._spread = inverse - 1 / self._global_batch
+        self._units = self._global_batch = 1
+        self._spread = 0.0
         self.state = torch.zeros(2, dtype=torch.float64, device=device)
         """Smoothed tr(S) and |G|^2, both times 1 - 0.95^steps. That factor cancels in their ratio."""
         self.unit: Tensor | None = None
         """What all gradients are multiplied by; None: 1. A step with gradients that are not finite is left out then."""
         self._squares = torch.zeros(parts, dtype=torch.float64, device=device)
         self._before: dict[Tensor, Tensor] = {}
+
+    def enter(self, units: Sequence[int], part_batch: int, global_batch: int) -> None:
+        """The next steps have this global batch. `units`: the number of parts in each unit, of all workers."""
+        self._units, self._global_batch = len(units), global_batch
+        inverse = math.fsum(1 / (count * part_batch) for count in units) / len(units)
+        self._spread = inverse - 1 / global_batch
+
+    @property
+    def can_compare(self) -> bool:
+        """Whether a step has several units."""
+        return self._units > 1
 
     def start(self) -> None:
         """Begin a step."""

@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -41,9 +40,10 @@ from paceline.core.step import Part as Part
 from paceline.core.step import Step as Step
 from paceline.core.stream import Stream, StreamReader
 from paceline.core.trees import move
-from paceline.dist.world import World
+from paceline.dist.world import World, default_world
 from paceline.errors import UsageError
 from paceline.output import plural
+from paceline.phases import Phase, check_largest, make_phases, parse_batch_schedule
 
 _EVALUATION = 0xE7A1  # keeps the random numbers of evaluation apart from those of training
 
@@ -73,6 +73,8 @@ class Parts:
         measure_noise: bool = False,
         weights: Any = None,
         stream: bool = False,
+        batch_schedule: str | Sequence[Phase] = "",
+        smallest_part: int = 32,
         world: World | None = None,
     ) -> None:
         """Collective: call on every rank, with the same arguments.
@@ -85,47 +87,109 @@ class Parts:
         CPU thread). accumulate: cut each part into this many micro-batches. at_once: parts per forward pass; more than one
         needs a model whose samples do not mix outside batch norm, and no dropout. measure_noise: keep `noise_scale` up to date.
         weights: one per sample of the data; an epoch then draws `samples` samples with replacement. stream: samples come from a
-        `Stream`, through `loader`. world: from `paceline.world()`; by default, torch's process group.
+        `Stream`, through `loader`. batch_schedule: "0:256 1:512" changes the global batch at these epochs; `global_batch` is
+        the largest one then, and batches whose parts would have fewer than `smallest_part` samples have fewer parts. world:
+        from `paceline.world()`; by default, torch's process group.
         """
-        self.model, self.world = model, world or _default_world(model)
+        self.model, self.world = model, world or default_world(next(model.parameters()).device)
         parts = virtual_workers or self.world.size
         check_parts(parts, self.world.size)
+        pairs = parse_batch_schedule(batch_schedule) if isinstance(batch_schedule, str) else ()
+        if pairs and global_batch is None and loader is None:
+            global_batch = max(batch for _, batch in pairs)
         samples, global_batch = plan_batches(loader, samples, global_batch)
         if min(at_once, accumulate, global_batch) < 1:
             raise UsageError("at_once, accumulate and global_batch must be at least 1")
         if reduce not in ("fast", "exact"):
             raise UsageError(f'reduce is {reduce!r}: it must be "fast" or "exact"')
-        self.sampler = Sampler(samples, global_batch, parts, seed, weights, stream)
+        phases = batch_schedule
+        if isinstance(phases, str):
+            check_largest(pairs, global_batch)
+            phases = make_phases(pairs, parts, smallest_part)
+        self.sampler = Sampler(samples, global_batch, parts, seed, weights, stream, tuple(phases))
         self.exact, self._accumulate = reduce == "exact", accumulate
         if self.exact:
             set_deterministic()
         spanning = any(spans_workers(module) for module in model.modules())
         if spanning:  # every worker must take part in every pass of such a layer, so each runs its parts in one pass
             _check_spanning(self.exact)
+            _check_all_work(self.sampler, self.world.size)
             at_once = -(-parts // self.world.size)
             group_batch_norms(model)
         elif at_once > 1:
             _group(model, at_once)
-        dealt = [deal_parts(parts, self.world.size, rank, at_once, self.exact) for rank in range(self.world.size)]
-        if not all(dealt):
+        self._at_once, self._measures_noise = at_once, measure_noise
+        self._dealt: dict[int, list[list[range]]] = {}
+        """Every worker's groups, by the number of parts."""
+        if not all(self._deal(parts)):
             raise UsageError(f"at_once is {at_once}: the {plural(parts, 'part')} then make too few groups for all workers")
-        self.groups = dealt[self.world.rank]
-        """This worker's parts, in groups that run in one pass."""
-        units = [len(group) for groups in dealt for group in groups] if measure_noise else None
-        self.engine = Engine(model, self.sampler, self.world, exact=self.exact, units=units)
-        self.statistics = Statistics(model, self.groups, parts)
+        self.engine = Engine(model, parts, self.world, exact=self.exact, measures_noise=measure_noise)
+        self._statistics: dict[int, Statistics] = {}
+        """By the number of parts: captured graphs refer to their memory."""
+        self.phase: Phase = self.sampler.phases[0]
+        """The phase of the current step."""
+        self.statistics = self._statistics[self.phase.parts] = Statistics(model, self.groups, self.phase.parts)
+        self._begin_phase()
         self._loader = None if loader is None else with_batches(loader, self._keyed(loader.dataset), PassSampler())
-        self.engine.around_backward = self.statistics.recomputing
 
     @property
     def virtual_workers(self) -> int:
-        """V."""
+        """V, in the phase with the largest batch."""
         return self.sampler.parts
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in an epoch."""
-        return self.sampler.steps
+        """Optimizer steps in an epoch; with a batch schedule, in one after its last change."""
+        return self.sampler.cut(self.sampler.settled).steps
+
+    @property
+    def groups(self) -> list[range]:
+        """This worker's parts in the current phase, in groups that run in one pass; none if it is idle."""
+        return self._own_groups(self.phase.parts)
+
+    def has_idle(self, phase: Phase) -> bool:
+        """Whether some workers have no part in this phase."""
+        return not all(self._deal(phase.parts))
+
+    def _deal(self, parts: int) -> list[list[range]]:
+        """Every worker's groups."""
+        if parts not in self._dealt:
+            at_once, workers = self._at_once, self.world.size
+            if self._measures_noise and (self.exact or workers == 1):
+                at_once = min(at_once, max(1, -(-parts // 2)))  # one pass would leave nothing to compare
+            self._dealt[parts] = [deal_parts(parts, workers, rank, at_once, self.exact) for rank in range(workers)]
+        return self._dealt[parts]
+
+    def switch(self, phase: Phase) -> None:
+        """Let the next steps belong to this phase. Statistics stay: `enter` takes them along."""
+        if phase == self.phase:
+            return
+        self.phase = phase
+        self.statistics.rest()
+        if phase.parts not in self._statistics:
+            self._statistics[phase.parts] = Statistics(self.model, self.groups, phase.parts)
+        self.statistics = self._statistics[phase.parts]
+        self._begin_phase()
+
+    def _begin_phase(self) -> None:
+        units = [len(group) for groups in self._deal(self.phase.parts) for group in groups]
+        self.engine.enter(self.phase, units)
+        self.engine.around_backward = self.statistics.recomputing
+
+    def statistics_tensors(self) -> list[Tensor]:
+        """All tensors that passes of any phase so far change."""
+        return [tensor for statistics in self._statistics.values() for tensor in statistics.tensors()]
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase, if it is not the current one. Collective: call on every rank.
+
+        If the number of parts changes, every part starts with the mean of the old parts' batch-norm statistics.
+        """
+        if phase.parts != self.phase.parts:
+            values, counts = self.statistics.gather(self.world)
+            self.switch(phase)
+            self.statistics.scatter(values.mean(0, keepdim=True).expand(phase.parts, -1), counts[:1].expand(phase.parts, -1))
+        self.switch(phase)
 
     @property
     def noise_scale(self) -> float:
@@ -145,10 +209,11 @@ class Parts:
         `start`: steps of this epoch that are done already. With a loader, which Parts or `loader()` was given, parts have their
         `batch`. After the last step the model gets the mean of the parts' batch-norm statistics.
         """
-        if not 0 <= start <= self.sampler.steps:
-            raise UsageError(f"start is {start}: it must be how many of this epoch's {self.sampler.steps} steps are done")
+        count = self.sampler.cut(epoch).steps
+        if not 0 <= start <= count:
+            raise UsageError(f"start is {start}: it must be how many of this epoch's {count} steps are done")
         self._check_trained()
-        steps = self.steps(epoch, range(start, self.sampler.steps))
+        steps = self.steps(epoch, range(start, count))
         batches: Iterator[Any] | None = None
         loader = self._loader if loader is None else loader
         if loader is not None:
@@ -156,6 +221,7 @@ class Parts:
         for step in steps:
             step.batches = None if batches is None else islice(batches, len(step.passes))
             step.make = partial(move, device=self.world.device)
+            self.enter(step.phase)
             yield step
             for _ in step.batches or ():  # of a step that was skipped
                 pass
@@ -170,19 +236,19 @@ class Parts:
 
     def steps(self, epoch: int, which: range, alone: bool = False) -> list["Step"]:
         """These steps of an epoch. `alone`: every part in a pass of its own."""
-        groups, one_pass = self.groups, self.statistics.over_workers
+        cut, phases = self.sampler.cut(epoch), self.sampler.phases
         if alone:
-            singles = [(number, range(part, part + 1)) for number, group in enumerate(groups) for part in group]
-            cut = self._cut(epoch, which, [single for _, single in singles], False)
-            passes = [[replace(item, group=singles[item.group][0]) for item in row] for row in cut]
+            singles = [(number, range(part, part + 1)) for number, group in enumerate(self.groups) for part in group]
+            passes = cut_epoch(self.sampler, epoch, which, lambda parts: [single for _, single in singles], self._accumulate)
+            passes = [[replace(item, group=singles[item.group][0]) for item in row] for row in passes]
         else:
-            passes = self._cut(epoch, which, groups, one_pass)
-        bounds = self.sampler.step_bounds
-        first = epoch * self.sampler.steps
-        return [Step(self, first + i, int(bounds[i + 1] - bounds[i]), row) for i, row in zip(which, passes, strict=True)]
+            one_pass = self.statistics.over_workers
+            passes = cut_epoch(self.sampler, epoch, which, self._own_groups, self._accumulate, one_pass)
+        sizes, first = np.diff(cut.bounds), self.sampler.first_step(epoch)
+        return [Step(self, first + i, phases[cut.phases[i]], int(sizes[i]), row) for i, row in zip(which, passes, strict=True)]
 
-    def _cut(self, epoch: int, which: range, groups: Sequence[range], one_pass: bool) -> list[list[Pass]]:
-        return cut_epoch(self.sampler, self.sampler.order(epoch), which, groups, self._accumulate, one_pass)
+    def _own_groups(self, parts: int) -> list[range]:
+        return self._deal(parts)[self.world.rank]
 
     def loader(self, dataset: Dataset[Any] | Stream, num_workers: int = 0, **options: Any) -> DataLoader[Any]:
         """A DataLoader whose batches are this worker's parts, for `epoch(epoch, loader)`. Options are those of DataLoader.
@@ -208,9 +274,9 @@ class Parts:
             raise UsageError(f"the dataset has {len(keyed):,} samples, and Parts was made for {sampler.rows_in_data:,}")
         return keyed
 
-    def seed(self, step: int, item: Pass, phase: int = 0) -> None:
-        """Seed what a pass may draw: by the step, the phase and the part, never by the rank (law 3)."""
-        seed_all(key(self.sampler.seed, step, item.parts[0], item.micro, *([phase] if phase else [])), self.world.device)
+    def seed(self, step: int, item: Pass, round: int = 0) -> None:
+        """Seed what a pass may draw: by the step, the round and the part, never by the rank (law 3)."""
+        seed_all(key(self.sampler.seed, step, item.parts[0], item.micro, *([round] if round else [])), self.world.device)
 
     # --- evaluation and checkpoints ---
 
@@ -285,28 +351,15 @@ class Parts:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a `state_dict`. Load the model's own state first."""
-        if len(state["statistics"]) != self.virtual_workers or ("noise" in state) != (self.engine.noise is not None):
-            raise UsageError("this state comes from Parts with other virtual_workers or measure_noise: use the same")
+        known = {phase.parts: phase for phase in self.sampler.phases}
+        if len(state["statistics"]) not in known or ("noise" in state) != (self.engine.noise is not None):
+            raise UsageError(
+                "this state comes from Parts with other virtual_workers, batch_schedule or measure_noise: use the same"
+            )
+        self.switch(known[len(state["statistics"])])
         self.statistics.scatter(state["statistics"], state["counts"])
         if self.engine.noise is not None:
             self.engine.noise.state.copy_(state["noise"])
-
-
-def _default_world(model: nn.Module) -> World:
-    """The default process group of torch.distributed, or a single worker; on the model's device."""
-    joined = dist.is_available() and dist.is_initialized()
-    rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-    return World(
-        rank=rank,
-        local_rank=rank,
-        node=0,
-        size=size,
-        local_size=size,
-        nodes=1,
-        device=next(model.parameters()).device,
-        backend=str(dist.get_backend()) if joined else "none",
-        launcher="torch.distributed",
-    )
 
 
 def _check_spanning(exact: bool) -> None:
@@ -314,6 +367,15 @@ def _check_spanning(exact: bool) -> None:
         raise UsageError(
             'reduce="exact": a norm layer takes its statistics over all workers, by float sums that depend on their number;'
             ' use plain batch norm, or reduce="fast"'
+        )
+
+
+def _check_all_work(sampler: Sampler, workers: int) -> None:
+    fewest = min(phase.parts for phase in sampler.phases)
+    if fewest < workers:
+        raise UsageError(
+            f"a norm layer takes its statistics over all workers, but a phase of the batch schedule has"
+            f" {plural(fewest, 'part')} for {workers} workers: use a smaller --smallest-part, or plain batch norm"
         )
 
 

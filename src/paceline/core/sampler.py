@@ -5,13 +5,18 @@ parts. Which worker computes a part does not matter here. Every sample of the ep
 fill the last step, the last two steps share what is left, so that no part is empty and none is smaller than half of a full one
 (a tiny part would have poor batch statistics).
 
+The global batch and V may change during a run (`phases`). A phase begins with the first step that starts at its time or later.
+If less than half of its batch is left of the epoch then, it begins with the next epoch.
+
 Two kinds of epochs differ. With `weights`, an epoch draws samples with replacement, so a sample can appear several times or not
 at all. With `dealt`, samples come from a stream that cannot be indexed: part p takes every parts-th sample, starting at p, in
 the order of the stream.
 """
 
+import bisect
 import functools
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +25,24 @@ import numpy as np
 from paceline.core.keys import key, keys_numpy
 from paceline.errors import UsageError
 from paceline.output import plural
+from paceline.phases import Phase
 
 _DRAW = 0xD4A3  # keeps the numbers that draw weighted samples apart from those that shuffle
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An epoch, cut into steps."""
+
+    bounds: np.ndarray
+    """Where each step starts in the order, and where the last one ends."""
+    phases: np.ndarray
+    """Each step's phase, as a number."""
+
+    @property
+    def steps(self) -> int:
+        """Steps in the epoch."""
+        return len(self.phases)
 
 
 @dataclass(frozen=True)
@@ -31,12 +52,16 @@ class Sampler:
     samples: int
     """Samples in an epoch; with `weights`, the number of draws."""
     global_batch: int
+    """The largest one, if it changes."""
     parts: int
+    """V: what a step of this many samples is cut into."""
     seed: int
     weights: Any = field(default=None, compare=False, repr=False)
     """One weight per sample of the data, as a list, array or tensor: an epoch then has `samples` draws with replacement."""
     dealt: bool = False
     """Part p takes samples p, p + parts, p + 2 parts and so on: for streams."""
+    phases: tuple[Phase, ...] = ()
+    """The global batch and the parts over time; by default, a single phase."""
 
     def __post_init__(self) -> None:
         check_divides(self.global_batch, self.parts)
@@ -44,11 +69,148 @@ class Sampler:
             object.__setattr__(self, "weights", check_weights(self.weights))
             if self.dealt:
                 raise UsageError("a stream cannot be sampled by weights: it is read in its own order; leave the weights out")
+        if not self.phases:
+            object.__setattr__(self, "phases", (Phase(0.0, self.global_batch, self.parts),))
         if self.samples < self.parts:
             raise UsageError(
                 f"{plural(self.samples, 'training sample')} cannot feed {self.parts} virtual workers: each needs at least one"
                 " per step"
             )
+        if self.dealt and any(phase.parts != self.parts for phase in self.phases):
+            fewest = min(phase.global_batch for phase in self.phases) // self.parts
+            raise UsageError(
+                f"a stream is split by virtual worker, so all phases of --batch-schedule must have {self.parts} parts: use"
+                f" --smallest-part {max(1, fewest)} or less, or larger batches"
+            )
+
+    # --- steps ---
+
+    @property
+    def grows(self) -> bool:
+        """Whether the global batch changes, or may change later."""
+        return len(self.phases) > 1 or self.phases[0].global_batch != self.global_batch
+
+    def cut(self, epoch: int) -> Cut:
+        """The steps of an epoch."""
+        epoch = min(epoch, self.settled)
+        if epoch not in self._cuts:
+            self._cuts[epoch] = self._cut(epoch)
+        return self._cuts[epoch]
+
+    def first_step(self, epoch: int) -> int:
+        """The number of steps before an epoch."""
+        while len(self._firsts) <= min(epoch, self.settled):
+            self._firsts.append(self._firsts[-1] + self.cut(len(self._firsts) - 1).steps)
+        if epoch <= self.settled:
+            return self._firsts[epoch]
+        return self._firsts[self.settled] + (epoch - self.settled) * self.cut(epoch).steps
+
+    def place(self, step: int) -> tuple[int, int]:
+        """A step's epoch, and its number within it."""
+        settled = self.first_step(self.settled)
+        if step >= settled:
+            epochs, number = divmod(step - settled, self.cut(self.settled).steps)
+            return self.settled + epochs, number
+        epoch = bisect.bisect_right(self._firsts, step) - 1
+        return epoch, step - self._firsts[epoch]
+
+    def phase_of(self, step: int) -> Phase:
+        """The phase of a step."""
+        epoch, number = self.place(step)
+        return self.phases[int(self.cut(epoch).phases[number])]
+
+    def is_last_full(self, step: int) -> bool:
+        """Whether a step has a whole global batch, and the next one has not or is in another phase or epoch."""
+        epoch, number = self.place(step)
+        cut = self.cut(epoch)
+        sizes, phases = np.diff(cut.bounds[number : number + 3]), cut.phases[number : number + 2]
+        full = [int(size) == self.phases[phase].global_batch for size, phase in zip(sizes, phases, strict=True)]
+        return full[0] and (len(full) == 1 or not full[1] or phases[0] != phases[1])
+
+    def samples_before(self, step: int) -> int:
+        """Samples that are used before a step, since the start of the run."""
+        epoch, number = self.place(step)
+        return epoch * self.samples + int(self.cut(epoch).bounds[number])
+
+    def step_at(self, epochs: float) -> int:
+        """The first step that starts after this many epochs or later."""
+        epoch = int(epochs)
+        done = round((epochs - epoch) * self.samples)
+        return self.first_step(epoch) + int(np.searchsorted(self.cut(epoch).bounds[:-1], done))
+
+    def count_by_phase(self, total_steps: int) -> list[int]:
+        """How many of the first `total_steps` steps each phase has."""
+        counts = np.zeros(len(self.phases), dtype=np.int64)
+        for epoch in range(self.settled):
+            left = total_steps - self.first_step(epoch)
+            if left <= 0:
+                break
+            counts += np.bincount(self.cut(epoch).phases[:left], minlength=len(counts))
+        counts[-1] += max(0, total_steps - self.first_step(self.settled))
+        return [int(count) for count in counts]
+
+    @functools.cached_property
+    def settled(self) -> int:
+        """The epoch from which on all are cut alike."""
+        return math.ceil(self.phases[-1].start)
+
+    @functools.cached_property
+    def _cuts(self) -> dict[int, Cut]:
+        return {}
+
+    @functools.cached_property
+    def _firsts(self) -> list[int]:
+        return [0]
+
+    def _cut(self, epoch: int) -> Cut:
+        at, bounds, numbers = 0, [np.zeros(1, dtype=np.int64)], []
+
+        def extend(more: np.ndarray, phase: int) -> None:
+            bounds.append(at + more[1:])
+            numbers.append(np.full(len(more) - 1, phase))
+
+        current = max(i for i, phase in enumerate(self.phases) if phase.start <= epoch)
+        for i, phase in enumerate(self.phases):
+            if not epoch < phase.start < epoch + 1:
+                continue
+            batch, begin = self.phases[current].global_batch, round((phase.start - epoch) * self.samples)
+            steps = max(0, -(-(begin - at) // batch))
+            left = self.samples - at - steps * batch
+            if 2 * left < phase.global_batch or left < phase.parts:
+                continue  # too little for a step: the current phase takes it, and this one begins with the next epoch
+            extend(np.arange(steps + 1) * batch, current)
+            at, current = at + steps * batch, i
+        extend(self._cut_rest(self.samples - at, self.phases[current]), current)
+        return Cut(np.concatenate(bounds), np.concatenate(numbers))
+
+    def _cut_rest(self, samples: int, phase: Phase) -> np.ndarray:
+        """Cut the last samples of an epoch into steps of one phase."""
+        batch, parts = phase.global_batch, phase.parts
+        full, rest = divmod(samples, batch)
+        starts = np.arange(full + 1) * batch
+        if rest == 0:
+            return starts
+        if full == 0 or (2 * rest >= batch and rest >= parts):
+            return np.append(starts, samples)
+        shared = batch + rest
+        if shared >= 2 * parts:
+            half = (shared + 1) // 2
+            if self.dealt:  # all steps but the last have equal parts, so that part p gets every parts-th sample of the epoch
+                half = min(-(-half // parts) * parts, (shared - parts) // parts * parts)
+            return np.append(starts[:-1], [starts[-2] + half, samples])
+        return np.append(starts[:-1], samples)  # parts of one sample cannot be halved: the last step takes both
+
+    def part_bounds(self, epoch: int, number: int) -> np.ndarray:
+        """Where each part of a step starts in the order, and where the last one ends. Sizes differ by one at most."""
+        cut = self.cut(epoch)
+        start, stop = cut.bounds[number : number + 2]
+        parts = self.phases[cut.phases[number]].parts
+        if self.dealt:
+            each, more = divmod(int(stop - start), parts)
+            return np.asarray(start + each * np.arange(parts + 1) + np.minimum(np.arange(parts + 1), more))
+        return np.asarray(start + (stop - start) * np.arange(parts + 1) // parts)
+
+    # --- order ---
 
     def order(self, epoch: int) -> np.ndarray:
         """The epoch's samples, shuffled: the ranks of 64-bit hashes, the same in all versions of numpy.
@@ -59,7 +221,7 @@ class Sampler:
         draw has its own number, and with it its own random numbers. `rows` gives the samples back.
         """
         if self.dealt:
-            return self._dealt
+            return self._deal(epoch)
         if self.weights is not None:
             return self._draw(epoch)
         return np.argsort(keys_numpy(key(self.seed, epoch), np.arange(self.samples)))
@@ -82,46 +244,9 @@ class Sampler:
         rows = np.minimum(np.searchsorted(sums, places, side="right"), last)
         return np.asarray(rows + _count_earlier(rows) * len(self.weights))
 
-    @functools.cached_property
-    def _dealt(self) -> np.ndarray:
-        bounds = self.step_bounds
-        steps = [np.arange(start, stop) for start, stop in itertools.pairwise(bounds)]
+    def _deal(self, epoch: int) -> np.ndarray:
+        steps = [np.arange(start, stop) for start, stop in itertools.pairwise(self.cut(epoch).bounds)]
         return np.concatenate([numbers[part :: self.parts] for numbers in steps for part in range(self.parts)])
-
-    @functools.cached_property
-    def step_bounds(self) -> np.ndarray:
-        """Where each step starts in the order, and where the last one ends."""
-        full, rest = divmod(self.samples, self.global_batch)
-        starts = np.arange(full + 1) * self.global_batch
-        if rest == 0:
-            return starts
-        if full == 0 or (2 * rest >= self.global_batch and rest >= self.parts):
-            return np.append(starts, self.samples)
-        shared = self.global_batch + rest
-        if shared >= 2 * self.parts:
-            half = (shared + 1) // 2
-            if self.dealt:  # all steps but the last have equal parts, so that part p gets every parts-th sample of the epoch
-                half = min(-(-half // self.parts) * self.parts, (shared - self.parts) // self.parts * self.parts)
-            return np.append(starts[:-1], [starts[-2] + half, self.samples])
-        return np.append(starts[:-1], self.samples)  # parts of one sample cannot be halved: the last step takes both
-
-    @functools.cached_property
-    def full_steps(self) -> int:
-        """The number of steps with a whole global batch. They come first."""
-        return int((np.diff(self.step_bounds) == self.global_batch).sum())
-
-    @property
-    def steps(self) -> int:
-        """Steps per epoch."""
-        return len(self.step_bounds) - 1
-
-    def part_bounds(self, step: int) -> np.ndarray:
-        """Where each part of a step starts in the order, and where the last one ends. Sizes differ by one at most."""
-        start, stop = self.step_bounds[step : step + 2]
-        if self.dealt:
-            each, more = divmod(int(stop - start), self.parts)
-            return np.asarray(start + each * np.arange(self.parts + 1) + np.minimum(np.arange(self.parts + 1), more))
-        return np.asarray(start + (stop - start) * np.arange(self.parts + 1) // self.parts)
 
 
 def check_divides(global_batch: int, parts: int) -> None:

@@ -4,14 +4,19 @@
 k = global_batch / reference_batch. AdaScale computes its gain in each step (`core/noise.py`). Nothing here has state, so
 resuming needs only the step number. (torch's schedulers have: `training/rates.py`.)
 
+If the global batch changes during the run (`--batch-schedule`), steps differ in length. Then the shape follows the samples that
+are used, the warm-up still counts steps, and each phase multiplies the learning rate by (its batch / the largest batch)^power.
+
 To add a rule, add it to `scale_lr` and to `lr_rule` in `config.py`; to add a shape, add it to `Schedule.lr` and `schedule`.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.config import Config
+from paceline.core.sampler import Sampler
 from paceline.values import parse_milestones
 
 
@@ -34,6 +39,9 @@ class Schedule:
     """Of shape "own": a function of the step. Its value and the warm-up multiply the peak."""
     follows_length: bool = False
     """Whether shape "own" depends on the length of the run."""
+    sampler: Sampler | None = None
+    """The steps of a run whose global batch changes."""
+    batch_power: float = 0.0
 
     @property
     def drops_by_epoch(self) -> bool:
@@ -42,8 +50,30 @@ class Schedule:
 
     @property
     def _drop_unit(self) -> int:
-        """What `step_at` counts in, in steps."""
-        return self.steps_per_epoch if self.drops_by_epoch else self.total_steps
+        """What `step_at` counts in, in the unit of `_time`."""
+        if self.sampler is not None and self.drops_by_epoch:
+            return self.sampler.samples
+        return self.steps_per_epoch if self.drops_by_epoch else self._time(self.total_steps)
+
+    def _time(self, step: int) -> int:
+        """When a step starts: in steps or, if their batches differ, in samples."""
+        return step if self.sampler is None else self.sampler.samples_before(step)
+
+    def _step_after(self, time: float) -> int:
+        """The first step that starts at this time or later."""
+        return math.ceil(time) if self.sampler is None else self.sampler.step_at(time / self.sampler.samples)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that a step belongs to, from 0."""
+        return step // self.steps_per_epoch if self.sampler is None else self.sampler.place(step)[0]
+
+    def batch_share(self, step: int) -> float:
+        """The global batch of a step's phase, as a fraction of the largest."""
+        return 1.0 if self.sampler is None else self.sampler.phase_of(step).global_batch / self.sampler.global_batch
+
+    def batch_scale(self, step: int) -> float:
+        """What the phase of a step multiplies the learning rate by."""
+        return float(self.batch_share(step) ** self.batch_power)
 
     @property
     def depends_on_length(self) -> bool:
@@ -54,6 +84,10 @@ class Schedule:
 
     def lr(self, step: int) -> float:
         """The learning rate of step `step` (from 0)."""
+        return self.batch_scale(step) * self._shaped(step)
+
+    def _shaped(self, step: int) -> float:
+        """Without the phase's factor."""
         step = self._counted(step)
         if self.shape == "own":
             return self.peak_lr * self.warm_up(step) * (1.0 if self.factor is None else self.factor(step))
@@ -62,16 +96,17 @@ class Schedule:
         if self.shape == "constant":
             return self.peak_lr
         if self.shape == "step":
-            return self.peak_lr * self.step_factor ** sum(step >= at * self._drop_unit for at in self.step_at)
-        done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+            return self.peak_lr * self.step_factor ** sum(self._time(step) >= at * self._drop_unit for at in self.step_at)
+        now, end, warm = self._time(step), self._time(self.total_steps), self._time(self.warmup_steps)
+        done = (now - warm) / max(1, end - warm)
         if self.shape == "linear":
             return self.peak_lr * (1 - done)
         if self.shape == "cosine":
             return self.peak_lr * (1 + math.cos(math.pi * done)) / 2
-        peak = self.peak_at * self.total_steps
-        if step < peak:
-            return self.peak_lr * (self.warmup_from + (1 - self.warmup_from) * step / peak)
-        return self.peak_lr * (self.total_steps - step) / (self.total_steps - peak) if peak < self.total_steps else self.peak_lr
+        peak = self.peak_at * end
+        if now < peak:
+            return self.peak_lr * (self.warmup_from + (1 - self.warmup_from) * now / peak)
+        return self.peak_lr * (end - now) / (end - peak) if peak < end else self.peak_lr
 
     def warm_up(self, step: int) -> float:
         """What warm-up multiplies the learning rate by: 1 after its end."""
@@ -83,7 +118,10 @@ class Schedule:
     def _counted(self, step: int) -> int:
         """The step that decides the learning rate of this one."""
         step = min(step, self.total_steps)
-        return step // self.steps_per_epoch * self.steps_per_epoch if self.by == "epoch" else step
+        if self.by != "epoch":
+            return step
+        epoch = self.epoch_of(step)
+        return epoch * self.steps_per_epoch if self.sampler is None else self.sampler.first_step(epoch)
 
     def corners(self) -> frozenset[int]:
         """The steps where the curve bends (its peak is one) and those on both sides of a drop.
@@ -93,11 +131,14 @@ class Schedule:
         """
         if self.by == "epoch":
             return frozenset()
-        bends = (self.warmup_steps, self.peak_at * self.total_steps if self.shape == "one-cycle" else 0)
-        steps = {max((math.ceil(bend) - 1, math.ceil(bend)), key=self.lr) for bend in bends if bend > 0}
-        if self.shape == "step":
-            drops = [math.ceil(at * self._drop_unit) for at in self.step_at]
-            steps |= {step for drop in drops for step in (drop - 1, drop)}
+        bends = [self.warmup_steps]
+        if self.shape == "one-cycle":
+            bends.append(self._step_after(self.peak_at * self._time(self.total_steps)))
+        steps = {max((bend - 1, bend), key=self.lr) for bend in bends if bend > 0}
+        jumps = [self._step_after(at * self._drop_unit) for at in self.step_at] if self.shape == "step" else []
+        if self.sampler is not None:
+            jumps += list(itertools.accumulate(self.sampler.count_by_phase(self.total_steps)))
+        steps |= {step for jump in jumps for step in (jump - 1, jump)}
         return frozenset(step for step in steps if 0 < step < self.total_steps)
 
 
@@ -106,20 +147,30 @@ def scale_lr(base_lr: float, k: float, rule: str) -> float:
     return base_lr * {"linear": k, "sqrt": math.sqrt(k), "none": 1.0, "adascale": 1.0}[rule]
 
 
-def make_schedule(config: Config, *, k: float, steps_per_epoch: int, total_steps: int) -> Schedule:
+def make_schedule(config: Config, sampler: Sampler) -> Schedule:
     """The schedule of a run. Warm-up starts at base_lr / peak_lr of the peak unless `warmup_from` is given."""
+    k, steps_per_epoch = sampler.global_batch / config.reference_batch, sampler.cut(sampler.settled).steps
     peak_lr = scale_lr(config.base_lr, k, config.lr_rule)
+    warmup_steps = sampler.step_at(config.warmup_epochs) if sampler.grows else round(config.warmup_epochs * steps_per_epoch)
     one_cycle_start = 0.1  # one-cycle starts low for any k: its rise is its warm-up
     start = one_cycle_start if config.schedule == "one-cycle" else min(1.0, 1 / k)
     return Schedule(
         peak_lr=peak_lr,
-        total_steps=total_steps,
+        total_steps=count_steps(sampler, config.epochs, config.max_steps),
         steps_per_epoch=steps_per_epoch,
         shape=config.schedule,
         by="epoch" if config.schedule_by == "epoch" else "step",
-        warmup_steps=config.warmup_steps or round(config.warmup_epochs * steps_per_epoch),
+        warmup_steps=config.warmup_steps or warmup_steps,
         warmup_from=start if config.warmup_from is None else config.warmup_from,
         peak_at=config.peak_at,
         step_at=parse_milestones(config.step_at),
         step_factor=config.step_factor,
+        sampler=sampler if sampler.grows else None,
+        batch_power=config.batch_lr_power,
     )
+
+
+def count_steps(sampler: Sampler, epochs: int, max_steps: int) -> int:
+    """The steps of a whole run."""
+    total = sampler.first_step(epochs)
+    return min(total, max_steps or total)

@@ -1,7 +1,7 @@
-"""One step of `Parts`: this worker's parts, in one phase or in several, each with a reduction of its own.
+"""One step of `Parts`: this worker's parts, in one round or in several, each with a reduction of its own.
 
-Most steps have one phase: every part adds its gradient, `reduce` combines them, the optimizer steps. A GAN's step has two: the
-critic's, then the generator's. Iterate over the step again after `reduce` for the next phase.
+Most steps have one round: every part adds its gradient, `reduce` combines them, the optimizer steps. A GAN's step has two: the
+critic's, then the generator's. Iterate over the step again after `reduce` for the next round.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +18,7 @@ from paceline.core.engine import Work, weigh
 from paceline.core.shapes import check_shapes
 from paceline.errors import UsageError
 from paceline.output import plural
+from paceline.phases import Phase
 
 if TYPE_CHECKING:
     from paceline.core.parts import Parts
@@ -32,25 +33,27 @@ class Step:
     team: "Parts" = field(repr=False)
     number: int
     """Counted over the whole run, from 0."""
+    phase: Phase
+    """The global batch and the parts of the steps around it."""
     samples: int
     """Samples of all workers."""
     passes: list[Pass] = field(repr=False)
     batches: Iterator[Any] | None = field(default=None, repr=False)
     """What `make` turns into this worker's batches, one for each pass; None: parts have sample numbers only."""
     make: Callable[[Any], Any] = field(default=lambda given: given, repr=False)
-    """Makes a part's batch, on the device, each time that a phase needs it."""
+    """Makes a part's batch, on the device, each time that a round needs it."""
     within: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, repr=False)
     """Each part's forward pass runs in this context."""
     enter: Callable[[str], None] = field(default=lambda what: None, repr=False)
     """Told what this worker does next: data, forward, backward, reduce or update."""
-    phase: int = -1
-    """The current phase, from 0; -1 before the first."""
+    round: int = -1
+    """The current round, from 0; -1 before the first."""
     reduced: bool = False
-    """The current phase is reduced."""
+    """The current round is reduced."""
     metrics: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    """Of the last phase that was reduced: means over all samples."""
+    """Of the last round that was reduced: means over all samples."""
     payload: Tensor = field(default=_NOTHING, repr=False)
-    """The last phase's metrics and the requests to save or stop, still on the device."""
+    """The last round's metrics and the requests to save or stop, still on the device."""
     _given: list[Any] = field(default_factory=list, repr=False)
     _names: tuple[str, ...] = ()
     _done: int = 0
@@ -63,11 +66,11 @@ class Step:
     def __iter__(self) -> Iterator["Part"]:
         """This worker's parts. Each is seeded, and the batch-norm layers use its statistics, while the loop body runs.
 
-        Gradients from before are dropped. After `reduce`, iterate again for another phase on the same samples: it has random
-        numbers of its own, which follow from (seed, step, phase, part).
+        Gradients from before are dropped. After `reduce`, iterate again for another round on the same samples: it has random
+        numbers of its own, which follow from (seed, step, round, part).
         """
         self.team.model.zero_grad(set_to_none=True)
-        self._begin_phase()
+        self._begin_round()
         for number, part in enumerate(self.parts()):
             self._current = part
             self.enter("data")
@@ -75,26 +78,27 @@ class Step:
                 if number == len(self._given):
                     self._given.append(next(self.batches))
                 part.batch = self.make(self._given[number])
-            self.team.seed(self.number, part.item, self.phase)
+            self.team.seed(self.number, part.item, self.round)
             self.enter("forward")
             with self.within():
                 yield part
 
-    def _begin_phase(self) -> None:
-        if self.phase >= 0 and self.team.engine.noise is not None:
+    def _begin_round(self) -> None:
+        if self.round >= 0 and self.team.engine.noise is not None:
             raise UsageError(f"step {self.number} is reduced more than once: measure_noise needs one reduction per step")
-        self.phase += 1
+        self.round += 1
         self._names, self._done, self.reduced = (), 0, False
 
     def parts(self) -> Iterator["Part"]:
         """The same, for a caller that loads and seeds by itself."""
+        self.team.switch(self.phase)
         self.team.engine.begin(self.samples)
         for number, item in enumerate(self.passes):
             self.team.statistics.use(item)
             yield Part(self, item, number == len(self.passes) - 1)
 
     def backward(self, function: Callable[[Any], Tensor | Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """One whole phase: the gradients of all parts, combined. Returns the mean of each metric over all samples.
+        """One whole round: the gradients of all parts, combined. Returns the mean of each metric over all samples.
 
         `function` gets a part's batch or, without a loader, its sample numbers. It returns the loss, or a dict with the "loss",
         other metrics and perhaps a "weight": means over the part, or one value per sample. Collective: call on every rank.
@@ -125,6 +129,8 @@ class Step:
         if self.team.engine.reduces_apart:
             self.enter("reduce")
         self.payload, self.reduced = self.team.engine.reduce(), True
+        if self.team.has_idle(self.phase):  # a worker without a part does not know what was reported
+            self._names = tuple(self.team.world.broadcast(list(self._names)))
         names = [name for name in self._names if name != "weight"]
         self.metrics = dict(zip(names, self.payload, strict=False))
         self.enter("update")
@@ -142,7 +148,7 @@ class Step:
         self.team.engine.forget()
 
     def name_metrics(self, names: tuple[str, ...]) -> None:
-        """Raise a UsageError unless all parts of the phase report the same metrics."""
+        """Raise a UsageError unless all parts of the round report the same metrics."""
         if self._names and self._names != names:
             raise UsageError(f"one part reported {', '.join(names)}, another {', '.join(self._names)}: report the same metrics")
         self._names = names
@@ -155,7 +161,7 @@ class Part:
     step: Step
     item: Pass
     final: bool
-    """This worker's last pass in this phase."""
+    """This worker's last pass in this round."""
     batch: Any = None
     """From the loader of `Parts`, on the model's device."""
 

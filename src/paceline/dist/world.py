@@ -281,3 +281,20 @@ def _address_toward(host: str) -> str:
         except OSError:
             return ""
         return str(probe.getsockname()[0])
+
+
+def default_world(device: torch.device) -> World:
+    """The default process group of torch.distributed, or a single worker."""
+    joined = dist.is_available() and dist.is_initialized()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+    return World(
+        rank=rank,
+        local_rank=rank,
+        node=0,
+        size=size,
+        local_size=size,
+        nodes=1,
+        device=device,
+        backend=str(dist.get_backend()) if joined else "none",
+        launcher="torch.distributed",
+    )

@@ -86,7 +86,7 @@ def set_lr(update: Update, lr: float) -> None:
 def _endless(run: Run) -> Iterator[tuple[Step, Iterator[Inputs]]]:
     """The steps of one epoch after the other, with their inputs."""
     for epoch in itertools.count():
-        steps = run.steps(epoch, range(run.sampler.steps))
+        steps = run.steps(epoch, range(run.sampler.cut(epoch).steps))
         passes = [(step.number, item) for step in steps for item in step.passes]
         inputs = run.train.inputs([item.samples for _, item in passes], epoch, partial(_seed, run, passes))
         for step in steps:

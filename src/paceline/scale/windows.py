@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -51,7 +52,7 @@ def measure(make: Callable[[bool], Run], how: Mapping[str, Any]) -> dict[str, An
     the components of a step. The first is closed before the second is built, because a device may not have memory for both.
     """
     with make(False) as run:
-        if not run.sampler.full_steps:
+        if not _full_steps(run):
             raise UsageError(
                 f"an epoch of {run.contract.train_samples:,} samples has no full step of {run.sampler.global_batch:,}: use a"
                 " smaller batch, or more data"
@@ -68,6 +69,11 @@ def measure(make: Callable[[bool], Run], how: Mapping[str, Any]) -> dict[str, An
         links = _measure_links(here, _gradient_bytes(run)) if here.size > 1 else []
         work.close()
     return {"count": _describe(run, split, {**summarize(speeds), "buckets": buckets}, links), "links": links}
+
+
+def _full_steps(run: Run) -> int:
+    """The steps of an epoch with a whole global batch. They come first."""
+    return int((np.diff(run.sampler.cut(0).bounds) == run.sampler.global_batch).sum())
 
 
 def _begin(run: Run, how: Mapping[str, Any]) -> tuple["_Work", int]:
@@ -132,7 +138,7 @@ class _Work:
     def _endless(self) -> Generator[None]:
         run, number = self._run, 0
         for epoch in itertools.count():
-            steps = run.steps(epoch, range(run.sampler.full_steps))
+            steps = run.steps(epoch, range(_full_steps(run)))
             passes = [(step.number, item) for step in steps for item in step.passes]
             inputs = run.train.inputs([item.samples for _, item in passes], epoch, partial(self._seed, passes))
             for step in steps:

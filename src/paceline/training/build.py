@@ -13,6 +13,7 @@ from paceline.core.deal import count_micros
 from paceline.core.determinism import deterministic
 from paceline.core.parts import Parts, Step
 from paceline.core.sampler import Sampler
+from paceline.core.schedules import count_steps
 from paceline.core.stream import Stream
 from paceline.data.augment import Images
 from paceline.data.loaders import Arrays, Feed, Loader, Resident, make_loader
@@ -21,6 +22,7 @@ from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim.muon import describe_split
 from paceline.output import plural, stages
+from paceline.phases import Phase
 from paceline.training.dataset import count_samples, load_data
 from paceline.training.forward import Forward
 from paceline.training.gradients import Sam
@@ -108,9 +110,14 @@ class Run:
         """Steps before parts train by themselves: those that can be captured."""
         return self.update.schedule.total_steps if self.local_from is None else self.local_from
 
+    def set_phases(self, phases: tuple[Phase, ...]) -> None:
+        """Continue with these phases: `--batch-schedule auto` adds one at a time."""
+        self.parts.sampler = replace(self.parts.sampler, phases=phases)
+        self.update.rates.follow(self.sampler, count_steps(self.sampler, self.config.epochs, self.config.max_steps))
+
     def steps(self, epoch: int, which: range) -> list[Step]:
         """These steps of an epoch. Parts that train by themselves have passes of their own."""
-        local_from = which.stop if self.local_from is None else self.local_from - epoch * self.sampler.steps
+        local_from = which.stop if self.local_from is None else self.local_from - self.sampler.first_step(epoch)
         begin = min(max(which.start, local_from), which.stop)
         together = self.parts.steps(epoch, range(which.start, begin))
         return together + (self.parts.steps(epoch, range(begin, which.stop), alone=True) if begin < which.stop else [])
@@ -231,6 +238,7 @@ def _make_parts(model: nn.Module, config: Config, world: World, sampler: Sampler
         measure_noise=measures_noise(config),
         weights=sampler.weights,
         stream=sampler.dealt,
+        batch_schedule=sampler.phases,
         world=world,
     )
 

@@ -34,6 +34,6 @@ def _diverged(run: Run, progress: Progress, loss: float, step: int, epoch: int, 
     lower = "lr in the task's optimizer" if run.update.is_own else "--base-lr"
     return Diverged(
         f"diverged: the {what} is {loss:.4g}{grown} at step {step + 1} (epoch {epoch + 1}),"
-        f" lr {run.update.lr(step):.4g}, global batch {run.sampler.global_batch};"
+        f" lr {run.update.lr(step):.4g}, global batch {run.sampler.phase_of(step).global_batch};"
         f" try a lower {lower}, {slower}, or --clip-norm 1"
     )

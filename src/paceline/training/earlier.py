@@ -21,7 +21,6 @@ from paceline.training import tasks
 from paceline.training.checkpoint.keeper import FOLDER
 from paceline.training.observers import Result
 from paceline.training.task import Task
-from paceline.training.terms import count_steps
 from paceline.training.weight_files import Initial
 from paceline.values import flag
 
@@ -195,8 +194,7 @@ def _is_extended(record: Path, found: Result, options: Mapping[str, Any]) -> boo
     A run that ended at its target needs another target; otherwise it would end again at once.
     """
     old, new = _lengths(record, {}), _lengths(record, options)
-    steps_per_epoch = _steps_per_epoch(record, found)
-    total = count_steps(new.epochs, new.max_steps, steps_per_epoch)
+    total = _count_steps(record, found, new)
     longer = [name for name in ("epochs", "max_steps") if getattr(new, name) != getattr(old, name)]
     asked = " ".join(f"{flag(name)} {getattr(new, name)}" for name in longer)
     if asked and total < found.steps:
@@ -242,11 +240,16 @@ def _lengths(record: Path, options: Mapping[str, Any]) -> Config:
     return Config(**check_options({name: value for name, value in {**recorded, **options}.items() if name in names}))
 
 
-def _steps_per_epoch(record: Path, found: Result) -> int:
-    """From the contract or, if that is missing, from what the run did."""
-    contract = _read_about(record).get("contract")
-    said = contract.get("steps_per_epoch") if isinstance(contract, dict) else None
-    return said if isinstance(said, int) and said > 0 else max(1, -(-found.steps // max(1, found.epochs)))
+def _count_steps(record: Path, found: Result, new: Config) -> int:
+    """The steps of a finished run with these options: from the contract or, if that is missing, from what the run did."""
+    about = _read_about(record).get("contract")
+    contract = about if isinstance(about, dict) else {}
+    said = contract.get("steps_per_epoch")
+    steps_per_epoch = said if isinstance(said, int) and said > 0 else max(1, -(-found.steps // max(1, found.epochs)))
+    total = new.epochs * steps_per_epoch
+    if contract.get("phases"):  # its epochs differ; each further one is like the last
+        total = found.steps + (new.epochs - found.epochs) * steps_per_epoch
+    return min(total, new.max_steps or total)
 
 
 def _again(record: Path) -> str:

@@ -22,9 +22,10 @@ class Ema:
         self._weight = torch.zeros((), device=self._trained[0].device)  # read by a captured step
         self._kept: list[Tensor] | None = None
 
-    def begin(self, step: int, steps: int = 1) -> None:
-        """Set the weight of the next update, after step `step`. It counts for `steps` steps."""
-        self._weight.fill_(1 - min(self._decay, (1 + step) / (10 + step)) ** steps)
+    def begin(self, step: int, steps: float = 1) -> None:
+        """Set the weight of the next update, after step `step`. It counts for `steps` steps: less than 1 if its global batch is
+        smaller than the largest of the run."""
+        self._weight.fill_(1 - min(self._decay**steps, ((1 + step) / (10 + step)) ** max(1, steps)))
 
     @torch.no_grad()
     def update(self) -> None:

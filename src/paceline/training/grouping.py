@@ -10,6 +10,7 @@ from paceline.core.norms import can_group
 from paceline.core.statistics import spans_workers
 from paceline.errors import UsageError
 from paceline.output import plural
+from paceline.phases import is_auto
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) 
 
 def measures_noise(config: Config) -> bool:
     """Whether the gradients of parts are compared."""
-    return config.measure_noise or config.lr_rule == "adascale"
+    return config.measure_noise or config.lr_rule == "adascale" or is_auto(config.batch_schedule)
 
 
 def _choose_grouping(model: nn.Module, config: Config, parts: int, workers: int) -> Grouping:

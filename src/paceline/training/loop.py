@@ -20,12 +20,15 @@ from paceline.dist.watch import Watch
 from paceline.errors import Diverged, PacelineError, Stopped, refuse_exit
 from paceline.explanation import explain, note_record
 from paceline.output import stages
+from paceline.phases import Phase, is_auto
 from paceline.status import Status
 from paceline.training.best import BestEpoch
 from paceline.training.build import Run
-from paceline.training.capture.captured import CapturedStep, capture
+from paceline.training.capture.captured import capture
+from paceline.training.capture.replay import CapturedStep
 from paceline.training.checkpoint.keeper import Keeper, Progress
 from paceline.training.divergence import check_validation_loss
+from paceline.training.growth import Growth
 from paceline.training.local import LocalSteps, with_local_steps
 from paceline.training.meter import EpochMeans, Meter
 from paceline.training.monitor import wants_best
@@ -34,6 +37,7 @@ from paceline.training.step import Executor, TrainStep
 from paceline.training.task_checks import TaskChecks
 from paceline.training.task_step import TaskStep
 from paceline.training.telling import Teller
+from paceline.training.terms import describe_phases
 from paceline.training.timing.clock import Clock
 from paceline.training.timing.health import Health
 from paceline.training.timing.profile import Profile
@@ -52,6 +56,9 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
         progress.aim(run.config.target_accuracy)
         resumed_at = progress.step if keeper.resumes else None
         contract = replace(run.contract, resumed_at=resumed_at, extended=keeper.extended, branched=keeper.branched)
+        if resumed_at and is_auto(run.config.batch_schedule):
+            found = describe_phases(run.config, run.world, run.sampler, run.update.schedule)
+            contract = replace(contract, phases=found, total_steps=run.update.schedule.total_steps)
         for observer in observers:
             observer.start(contract)
         teller: Teller | None = None
@@ -123,6 +130,8 @@ class _Fit:
         self.health = Health(run, self.clock)
         self.profile: Profile | None = None
         self.best: BestEpoch | None = None
+        self.growth = Growth(run) if is_auto(run.config.batch_schedule) else None
+        self.phase: Phase | None = None
         self._ahead: tuple[int, list[Step]] = (-1, [])
 
     def train(self) -> None:
@@ -165,47 +174,66 @@ class _Fit:
     def _train_epoch(self, epoch: int, executor: Executor) -> None:
         """Train on each sample once, or up to the run's last step. A resumed run starts where it was in the epoch."""
         run, progress = self.run, self.progress
-        bounds, first = run.sampler.step_bounds, epoch * run.sampler.steps
         begin, meter = time.perf_counter() - progress.epoch_time_s, Meter(run.world, waits=self.teller.hooks.waits)
-        end = first + self._steps_in(epoch)
-        steps = self._steps(epoch, progress.step - first)
+        run.model.train()
+        self.health.start(self._samples_done(epoch))
+        while not self._train_steps(epoch, executor, meter, begin):  # again if the batch has grown, with steps of the new size
+            pass
+        self.clock.end()
+        if self._steps_in(epoch + 1) > 0:
+            self._ahead = epoch + 1, self._steps(epoch + 1, 0)  # while a GPU still works on the last steps
+        self._tell_steps(meter.flush(), epoch, begin)
+        self.step.mark("reduce")
+        run.world.barrier()
+        progress.epoch_time_s = time.perf_counter() - begin
+        self._look(epoch, self._samples_done(epoch), begin)
+
+    def _train_steps(self, epoch: int, executor: Executor, meter: Meter, begin: float) -> bool:
+        """Train the rest of an epoch, or up to where `--batch-schedule auto` changes the batch. Whether the epoch is over."""
+        run, progress = self.run, self.progress
+        steps = self._steps(epoch, progress.step - run.sampler.first_step(epoch))
         passes = [(step.number, item) for step in steps for item in step.passes]
         inputs = run.train.inputs([item.samples for _, item in passes], epoch, lambda i: run.parts.seed(*passes[i]))
-        run.model.train()
-        self.health.start(int(bounds[progress.step - first]))
         for step in steps:
+            self._enter(step)
             self.health.before(step.number)
             if self.profile is not None:
                 self.profile.before(step.number)
             values = executor(step, inputs, self._requests())
-            self._tell_steps(meter.push(step.number, values), epoch, begin, end)
+            self._tell_steps(meter.push(step.number, values), epoch, begin)
             progress.step += 1
             self.save_requested |= self.keeper.due(progress.step)
             self.check_due |= self._checks_after(progress.step)
             if isinstance(executor, LocalSteps) and executor.apart:
                 continue  # in a few steps all parts are equal again: everything that looks at weights waits for that
             if self.check_due:
-                self._check(epoch, int(bounds[progress.step - first]), begin)
+                self._check(epoch, self._samples_done(epoch), begin)
+            grown = self.growth is not None and self.growth.decide(step)
             if self.save_requested or self.stop_requested:
-                self._tell_steps(meter.flush(), epoch, begin, end)
+                self._tell_steps(meter.flush(), epoch, begin)
                 progress.epoch_time_s = time.perf_counter() - begin
                 self._save_or_stop()
-        self.clock.end()
-        if self._steps_in(epoch + 1) > 0:
-            self._ahead = epoch + 1, self._steps(epoch + 1, 0)  # while a GPU still works on the last steps
-        self._tell_steps(meter.flush(), epoch, begin, end)
-        self.step.mark("reduce")
-        run.world.barrier()
-        progress.epoch_time_s = time.perf_counter() - begin
-        self._look(epoch, int(bounds[progress.step - first]), begin)
+            if grown and step is not steps[-1]:
+                return False
+        return True
+
+    def _enter(self, step: Step) -> None:
+        """Begin the step's phase, if it is a new one. Collective: call on every rank."""
+        run = self.run
+        if step.phase != self.phase:
+            self.step.mark("reduce")
+            run.parts.enter(step.phase)
+            self.phase = step.phase
+            begins = not step.number or run.sampler.phase_of(step.number - 1) != step.phase
+            if run.config.batch_schedule and begins:
+                self.teller.phase(step, self.growth.why if self.growth is not None else "schedule")
 
     def _end_epoch(self, epoch: int, validation: Validation | None, averaged: Averaged | None) -> bool:
         """Validate after an epoch, if the task has data for it, and tell what came out. Whether the run is over."""
         run, progress = self.run, self.progress
         before, trained = replace(progress), progress.means.read()
         self.step.checks.end_epoch()
-        samples = int(run.sampler.step_bounds[progress.step - epoch * run.sampler.steps])
-        samples_per_s = samples / progress.epoch_time_s
+        samples_per_s = self._samples_done(epoch) / progress.epoch_time_s
         progress.train_time_s += progress.epoch_time_s
         run.parts.average_statistics()
         check_agreement({**run.model.state_dict(), **run.kept()}, run.world, f"after epoch {epoch + 1}")
@@ -286,19 +314,25 @@ class _Fit:
     def _steps_in(self, epoch: int) -> int:
         """Steps of an epoch that belong to the run; 0 or less after its last epoch."""
         sampler, total = self.run.sampler, self.run.update.schedule.total_steps
-        return min(sampler.steps, total - epoch * sampler.steps)
+        return min(sampler.cut(epoch).steps, total - sampler.first_step(epoch))
+
+    def _samples_done(self, epoch: int) -> int:
+        """Samples of an epoch that are used."""
+        sampler = self.run.sampler
+        return int(sampler.cut(epoch).bounds[self.progress.step - sampler.first_step(epoch)])
 
     def _steps(self, epoch: int, done: int) -> list[Step]:
         """The epoch's steps that are not done yet."""
-        cut, steps = self._ahead
+        (cut, steps), self._ahead = self._ahead, (-1, [])
         return steps if cut == epoch else self.run.steps(epoch, range(done, self._steps_in(epoch)))
 
     def _requests(self) -> tuple[bool, bool]:
         """To write a checkpoint; to stop."""
         return self.keeper.requests(), bool(self.watch and self.watch.stop)
 
-    def _tell_steps(self, arrived: Iterable[tuple[int, list[float]]], epoch: int, begin: float, end: int) -> None:
+    def _tell_steps(self, arrived: Iterable[tuple[int, list[float]]], epoch: int, begin: float) -> None:
         """Pass on the steps whose numbers have arrived, and note the requests that they carry."""
+        end = self.run.sampler.first_step(epoch) + self._steps_in(epoch)
         save, stop = self.teller.steps(arrived, epoch, begin, end)
         self.save_requested |= save
         self.stop_requested |= stop

@@ -23,6 +23,7 @@ from paceline.records import Record, environment
 from paceline.status import Status
 from paceline.toml import read_toml, to_toml
 from paceline.training.monitor import describe_best
+from paceline.training.progress import Pace, phase_words
 from paceline.training.timing.health import describe, judge
 from paceline.training.timing.profile import describe_timeline
 from paceline.training.weights import write_weights
@@ -122,6 +123,9 @@ class Observer(Protocol):
     def validating(self, epoch: int, done: int, total: int) -> None:
         """When rank 0 starts chunk `done` (from 1) of its `total` chunks of a validation."""
 
+    def phase(self, row: Row) -> None:
+        """With a batch schedule, before the first step of each phase: its epoch, step, global batch, parts, learning rate."""
+
     def epoch(self, row: Row) -> None:
         """After each epoch's validation."""
 
@@ -217,6 +221,9 @@ class Recorder:
     def validating(self, epoch: int, done: int, total: int) -> None:
         pass
 
+    def phase(self, row: Row) -> None:
+        self._record.row({"kind": "phase", **row})
+
     def epoch(self, row: Row) -> None:
         self._record.row({"kind": "epoch", **row})
         self._record.course_row(row)
@@ -239,14 +246,6 @@ class Recorder:
             self._record.finish(asdict(result))
 
 
-def left_words(seconds: float) -> str:
-    """`42 s`; from 100 s on hours, minutes and seconds: `0:02:05`."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60:,}:{minutes % 60:02}:{rest:02}"
-
-
 class Printer:
     """Prints the contract, one line per epoch, and the end; on a terminal also progress within the epoch."""
 
@@ -257,8 +256,7 @@ class Printer:
         self._unit, self._terminal, self._course = unit, terminal, course
         self._failed, self._silent = failed, False
         """Called once, when printing fails; whether it has failed."""
-        self._total = self._per_epoch = self._workers = 1
-        self._record = ""
+        self._pace, self._workers, self._record = Pace(), 1, ""
         self._told_s = 0.0
         """When progress of a validation was last shown."""
         self._reported: tuple[str, ...] | None = None
@@ -266,8 +264,8 @@ class Printer:
         """What slowed the run down: as last printed, and at the last look."""
 
     def start(self, contract: Contract) -> None:
-        self._total, self._per_epoch, self._workers = contract.total_steps, contract.steps_per_epoch, contract.workers
-        self._record = contract.record
+        self._pace.start(contract)
+        self._workers, self._record = contract.workers, contract.record
         width = max(len(what) for what, _ in contract.lines())
         if self._terminal:
             from rich.console import Console
@@ -288,12 +286,10 @@ class Printer:
         self._line(f"note: {text}")
 
     def step(self, row: Row) -> None:
-        if not self._terminal:
-            return
-        done, step = row["step"], row["step"] % self._per_epoch or self._per_epoch
-        left = row["time_s"] / done * (self._total - done)
-        # Not rich: its thread redraws ten times a second, which takes time from the step.
-        self._show(f"epoch {row['epoch']}", step, self._per_epoch, f"loss {row['loss']:.4f}", f"about {left_words(left)} left")
+        if self._terminal:
+            what, done, total, left = self._pace.describe(row)
+            # Not rich: its thread redraws ten times a second, which takes time from the step.
+            self._show(what, done, total, f"loss {row['loss']:.4f}", f"about {left} left")
 
     def _show(self, what: str, done: int, total: int, *more: str) -> None:
         """Replace the progress line. On a narrow terminal leave out the bar, then what comes after it: a line must not wrap."""
@@ -317,7 +313,12 @@ class Printer:
         else:
             self._line(f"epoch {epoch}: validation, {done} of {total} batches")
 
+    def phase(self, row: Row) -> None:
+        self._pace.phase(row)
+        self._line(phase_words(row))
+
     def epoch(self, row: Row) -> None:
+        self._pace.epoch(row)
         unit = self._unit.capitalize()
         words = [
             f"Epoch = {row['epoch']}",
@@ -356,7 +357,7 @@ class Printer:
             return
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
         reached = f": {metrics}" if metrics else " without validation"
-        whole = result.steps == result.epochs * self._per_epoch
+        whole = self._pace.is_whole(result.epochs, result.steps)
         length = plural(result.epochs, "epoch") if whole else plural(result.steps, "step")
         self._line(f"{result.status}{reached} after {length}, {result.train_time_s:.1f} s of training")
         if result.best:

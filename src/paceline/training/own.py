@@ -261,7 +261,12 @@ def _call_schedule(task: Task, optimizer: Optimizer, schedule: Schedule) -> tupl
     """
     function: Any = task.schedule
     asks = find_lengths(function)
-    epochs = math.ceil(schedule.total_steps / schedule.steps_per_epoch)
+    if schedule.sampler is not None and {"steps", "steps_per_epoch"} & set(asks):
+        raise UsageError(
+            f"task {task.name}: its schedule asks for the number of steps, but with --batch-schedule steps differ in size: let"
+            " it ask for epochs, or use --schedule linear, cosine or constant"
+        )
+    epochs = schedule.epoch_of(schedule.total_steps - 1) + 1
     lengths = {"steps": schedule.total_steps, "epochs": epochs, "steps_per_epoch": schedule.steps_per_epoch}
     call = partial(function, **{name: lengths[name] for name in asks})
     first: Exception | None = None

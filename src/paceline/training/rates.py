@@ -13,6 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from paceline.core.sampler import Sampler
 from paceline.core.schedules import Schedule
 from paceline.errors import UsageError, first_line
 from paceline.training.monitor import Monitor
@@ -46,6 +47,10 @@ class Rates:
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Take in a validation's metrics, after an epoch that is not the last. Call on every rank."""
 
+    def follow(self, sampler: Sampler, total_steps: int) -> None:
+        """Continue with these steps: `--batch-schedule auto` has changed the global batch."""
+        self.schedule = replace(self.schedule, sampler=sampler, total_steps=total_steps)
+
     def facts(self) -> dict[str, Any]:
         """The state, in plain values for a checkpoint; empty without state."""
         return {}
@@ -62,6 +67,12 @@ class PlannedRates(Rates):
         self.schedule, self.words = schedules[0], words
         self.keys = self._peaks = [(each.peak_lr, scale) for each, scale in zip(schedules, scales, strict=True)]
         self._by_peak = {each.peak_lr: each for each in schedules}
+
+    def follow(self, sampler: Sampler, total_steps: int) -> None:
+        """Continue with these steps: `--batch-schedule auto` has changed the global batch."""
+        super().follow(sampler, total_steps)
+        schedules = self._by_peak.items()
+        self._by_peak = {peak: replace(each, sampler=sampler, total_steps=total_steps) for peak, each in schedules}
 
     def at(self, step: int) -> list[float]:
         """The rate of each group in this step."""
@@ -98,15 +109,15 @@ class SchedulerRates(Rates):
     def at(self, step: int) -> list[float]:
         """The rate of each group in this step. Steps must not go backward."""
         step = min(step, self.schedule.total_steps)
-        wanted = 0 if self._monitor else step if self._by == "step" else step // self.schedule.steps_per_epoch
+        wanted = 0 if self._monitor else step if self._by == "step" else self.schedule.epoch_of(step)
         while self._count < wanted:
             self._advance()
-        factor = self._growth * self.schedule.warm_up(step)
+        factor = self._growth * self.schedule.warm_up(step) * self.schedule.batch_scale(step)
         return [rate * factor for rate in self._rates]
 
     def reached(self, step: int) -> float:
         """The rate of the first group in the last step before a resume, or in the first step of a new run."""
-        return self._rates[0] * self._growth * self.schedule.warm_up(step)
+        return self._rates[0] * self._growth * self.schedule.warm_up(step) * self.schedule.batch_scale(step)
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Step a scheduler that looks at a metric."""

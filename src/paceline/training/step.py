@@ -83,6 +83,9 @@ class TrainStep:
 
     def run(self, step: Step, inputs: Iterator[Inputs], weighted: Weighted | None = None) -> Tensor:
         """All passes, the reduction and the update. `weighted` may be a compiled `Forward.run_pass`."""
+        if not step.passes:
+            self.parts.switch(step.phase)
+            self.checks.idle()
         for part in step.parts():
             self.enter("data")
             given = next(inputs)

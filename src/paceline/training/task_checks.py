@@ -38,7 +38,26 @@ class TaskChecks:
         """Passes still to check."""
         self.random = False
         """The first pass drew random numbers."""
-        self._ended = self._told_unfrozen = False
+        self._agreed = self._ended = self._told_unfrozen = False
+
+    def idle(self) -> None:
+        """This worker has no part in the step. Collective in the first step: others are in their first pass."""
+        if not self._agreed:
+            self._agree()
+
+    def _agree(self) -> None:
+        """Check that all workers' objectives report the same metrics. A worker without a part takes rank 0's.
+
+        Collective: call on every rank.
+        """
+        parts, forward, self._agreed = self._parts, self._forward, True
+        if parts.has_idle(parts.phase):
+            names, weighted = parts.world.broadcast([forward.names, forward.weighted])
+            if not parts.groups:
+                forward.names, forward.weighted = tuple(names), weighted
+        reported = (*forward.names, *(["weight"] if forward.weighted else []))
+        names = {"names": torch.tensor([*"\n".join(reported).encode()], device=parts.world.device)}
+        check_agreement(names, parts.world, "about the metrics", "the objective must report the same ones on every worker")
 
     def __call__(self, batch: Batch, item: Pass) -> dict[str, Tensor]:
         """The objective's values."""
@@ -94,10 +113,11 @@ class TaskChecks:
         alone = self._loss_alone(batch, item) if together else None
         buffers, random = self._look()
         values = forward.values(batch, item)
-        forward.name_metrics(values, len(item.samples))
-        reported = (*forward.names, *(["weight"] if forward.weighted else []))
-        names = {"names": torch.tensor([*"\n".join(reported).encode()], device=parts.world.device)}
-        check_agreement(names, parts.world, "about the metrics", "the objective must report the same ones on every worker")
+        if self._agreed:  # it was idle in the first step
+            forward.weigh(values, 1.0, len(item.samples))
+        else:
+            forward.name_metrics(values, len(item.samples))
+            self._agree()
         if not values["loss"].requires_grad:
             raise UsageError(
                 "the objective's loss does not depend on any trainable parameter, so nothing would be learned: look for"

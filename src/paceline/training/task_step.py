@@ -85,8 +85,8 @@ class TaskStep(TrainStep):
 
     def _read(self, step: Step, returned: Any) -> Tensor:
         """The step's metrics, loss first."""
-        if step.phase < 0 or not step.reduced:
-            missing = "call step.backward" if step.phase < 0 else "call step.reduce() after `for part in step`"
+        if step.round < 0 or not step.reduced:
+            missing = "call step.backward" if step.round < 0 else "call step.reduce() after `for part in step`"
             raise UsageError(f"the task's step function ended before a reduction: {missing}, on every worker")
         values = step.metrics if returned is None else returned
         if not isinstance(values, Mapping):

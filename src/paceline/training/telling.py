@@ -10,6 +10,7 @@ import torch
 
 from paceline.core.carrier import PAYLOAD, REQUESTS
 from paceline.core.noise import adascale_gain, noise_scale
+from paceline.core.parts import Step
 from paceline.errors import RecordError
 from paceline.training.build import Run
 from paceline.training.checkpoint.file import path_of
@@ -56,7 +57,7 @@ class Teller:
             if self._skips is not None and self._skips.read(values, metrics, step, step + 1 == end):
                 continue
             check_step_loss(run, progress, metrics["loss"], step, epoch)
-            first, bounds = step - epoch * run.sampler.steps, run.sampler.step_bounds
+            first, bounds = step - run.sampler.first_step(epoch), run.sampler.cut(epoch).bounds
             progress.means.add(metrics, int(bounds[first + 1] - bounds[first]) * weight)
             progress.last_loss = metrics["loss"]
             if progress.first_loss is None:
@@ -78,10 +79,28 @@ class Teller:
         found, lr = self._explain(means, self._run.update.lr(step))
         self._noise_scale = found.get("noise_scale")
         time_s = self._progress.train_time_s + time.perf_counter() - begin
-        row = {"step": step + 1, "epoch": epoch + 1, "lr": lr, "time_s": time_s, **found}
+        grown = {"global_batch": self._run.sampler.phase_of(step).global_batch} if self._run.config.batch_schedule else {}
+        row = {"step": step + 1, "epoch": epoch + 1, "lr": lr, "time_s": time_s, **grown, **found}
         for observer in self._observers:
             observer.step(row)
         self.hooks.row({"kind": "step", **row})
+
+    def phase(self, step: Step, why: str) -> None:
+        """A phase of the batch schedule begins with this step."""
+        run, phase = self._run, step.phase
+        row = {
+            "step": step.number,
+            "epoch": run.sampler.samples_before(step.number) / run.sampler.samples,
+            "global_batch": phase.global_batch,
+            "virtual_workers": phase.parts,
+            "part_batch": phase.part_batch,
+            "lr_scale": run.update.schedule.batch_scale(step.number),
+            "total_steps": run.update.schedule.total_steps,
+            "why": why,
+        }
+        for observer in self._observers:
+            observer.phase(row)
+        self.hooks.row({"kind": "phase", **row})
 
     def validating(self, epoch: int, done: int, total: int) -> None:
         """How far a validation is."""

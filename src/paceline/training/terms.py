@@ -1,15 +1,17 @@
 """Work out a run's contract: its steps, learning rates and workers, from the configuration, the world and the data."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.config import Config
 from paceline.contract import Contract
 from paceline.core.deal import check_parts, count_micros
-from paceline.core.sampler import Sampler
+from paceline.core.sampler import Sampler, check_divides
 from paceline.core.schedules import Schedule, make_schedule
 from paceline.dist.world import World, describe_devices
 from paceline.errors import UsageError
 from paceline.output import plural
+from paceline.phases import Phase, check_largest, first_of_auto, make_phases, parse_batch_schedule
 from paceline.settings import write_setting
 
 
@@ -20,21 +22,53 @@ def make_steps(
     parts = config.virtual_workers or world.size
     check_parts(parts, world.size)
     check_comparable(config, parts)
-    global_batch = config.global_batch or config.reference_batch * parts
-    sampler = Sampler(samples, global_batch, parts, config.seed, weights, dealt)
-    schedule = make_schedule(
-        config,
-        k=global_batch / config.reference_batch,
-        steps_per_epoch=sampler.steps,
-        total_steps=count_steps(config.epochs, config.max_steps, sampler.steps),
+    pairs = parse_batch_schedule(config.batch_schedule)
+    check_largest(pairs, config.global_batch)
+    global_batch = config.global_batch or max((batch for _, batch in pairs), default=config.reference_batch * parts)
+    phases: tuple[Phase, ...] = ()
+    if config.batch_schedule:
+        check_divides(global_batch, parts)
+        phases = _make_phases(config, pairs, global_batch, parts)
+    sampler = Sampler(samples, global_batch, parts, config.seed, weights, dealt, phases)
+    return sampler, make_schedule(config, sampler)
+
+
+def _make_phases(config: Config, pairs: Sequence[tuple[float, int]], global_batch: int, parts: int) -> tuple[Phase, ...]:
+    """The phases of `--batch-schedule`; for auto, the first one."""
+    late = next((start for start, _ in pairs if start >= config.epochs), None)
+    if late is not None:
+        raise UsageError(
+            f"--batch-schedule has a phase from epoch {late:g} on, but the run has {plural(config.epochs, 'epoch')}: give more"
+            " --epochs, or leave the phase out"
+        )
+    if pairs:
+        return make_phases(pairs, parts, config.smallest_part)
+    first = first_of_auto(config.batch_schedule, global_batch)
+    phase = make_phases([(0.0, first), (1.0, global_batch)], parts, config.smallest_part)[0]
+    if phase.parts < 2:
+        raise UsageError(
+            f"--batch-schedule {config.batch_schedule} compares the gradients of parts, but its first batch of {first} has one"
+            " part: use --virtual-workers 2 or more, and a --smallest-part of at most half of that batch"
+        )
+    return (phase,)
+
+
+def describe_phases(config: Config, world: World, sampler: Sampler, schedule: Schedule) -> tuple[dict[str, Any], ...]:
+    """What the contract says about each phase."""
+    if not config.batch_schedule:
+        return ()
+    return tuple(
+        {
+            "start": phase.start,
+            "global_batch": phase.global_batch,
+            "virtual_workers": phase.parts,
+            "part_batch": phase.part_batch,
+            "steps": steps,
+            "peak_lr": schedule.peak_lr * (phase.global_batch / sampler.global_batch) ** config.batch_lr_power,
+            "samples_per_worker": -(-phase.parts // world.size) * phase.part_batch,
+        }
+        for phase, steps in zip(sampler.phases, sampler.count_by_phase(schedule.total_steps), strict=True)
     )
-    return sampler, schedule
-
-
-def count_steps(epochs: int, max_steps: int, steps_per_epoch: int) -> int:
-    """The steps of a whole run."""
-    total = epochs * steps_per_epoch
-    return min(total, max_steps or total)
 
 
 def describe_batch(sampler: Sampler, schedule: Schedule) -> tuple[str, ...]:
@@ -48,9 +82,9 @@ def describe_batch(sampler: Sampler, schedule: Schedule) -> tuple[str, ...]:
             f" step of {samples:,}{each}, with a learning rate for {batch:,}; use --global-batch {samples // parts * parts} or"
             " less",
         )
-    late = [at for at in schedule.step_at if at * schedule.steps_per_epoch >= schedule.total_steps]
+    ends = sampler.samples_before(schedule.total_steps) / samples
+    late = [at for at in schedule.step_at if at >= ends]
     if schedule.shape == "step" and schedule.drops_by_epoch and late:
-        ends = schedule.total_steps / schedule.steps_per_epoch
         notes += (f"--step-at {late[0]:g}: the run ends after epoch {ends:g}, before the learning rate drops there",)
     return notes
 
@@ -60,6 +94,9 @@ def check_comparable(config: Config, parts: int) -> None:
     if parts == 1 and (config.measure_noise or config.lr_rule == "adascale"):
         asks = "--measure-noise" if config.measure_noise else "--lr-rule adascale"
         raise UsageError(f"{asks} compares the gradients of parts, but there is only one part: use --virtual-workers 2 or more")
+    if config.batch_schedule and (config.local_steps or config.lr_rule == "adascale"):
+        option = "--local-steps" if config.local_steps else "--lr-rule adascale"
+        raise UsageError(f"{option} needs the same global batch in all steps: leave it out, or leave out --batch-schedule")
     if parts == 1 and config.local_steps:
         raise UsageError("--local-steps needs at least two virtual workers: give --virtual-workers, or more --workers")
 
@@ -92,7 +129,8 @@ def make_contract(config: Config, world: World, sampler: Sampler, schedule: Sche
         "optimizer": describe_update(config),
         "schedule": f"{config.schedule} by {schedule.by}{_drop_words(schedule)}",
         "warmup": warmup,
-        "steps_per_epoch": sampler.steps,
+        "phases": describe_phases(config, world, sampler, schedule),
+        "steps_per_epoch": schedule.steps_per_epoch,
         "epochs": config.epochs,
         "total_steps": schedule.total_steps,
         "seed": config.seed,

@@ -75,7 +75,7 @@ class Update:
         if self._jitter is not None:
             self._jitter.begin(step)
         if self.ema is not None:
-            self.ema.begin(step)
+            self.ema.begin(step, self.schedule.batch_share(step))
 
     def __call__(self, averages: bool = True) -> None:
         """The optimizer's step. `averages=False` leaves the averaged weights alone."""

@@ -27,8 +27,8 @@ from paceline.data.loaders import Inputs
 from paceline.errors import UsageError, unknown
 from paceline.output import plural
 from paceline.training.build import Run, ValidationSet
-from paceline.training.capture.captured import CapturedStep
 from paceline.training.capture.graph import Graph, compiler, find_obstacle
+from paceline.training.capture.replay import CapturedStep
 from paceline.training.forward import check_values
 from paceline.training.metrics import WholeSet
 from paceline.training.step import Executor, TrainStep
@@ -288,7 +288,7 @@ class Averaged:
         A norm over all workers needs every worker in every pass: then all have the same number of chunks.
         """
         sampler = self._run.sampler
-        size = max(2, sampler.global_batch // sampler.parts)
+        size = max(2, sampler.global_batch // sampler.parts)  # of the largest batch: the last phases have it
         rank, workers = self._run.world.rank, self._run.world.size
         order = sampler.order(0)[: min(_SAMPLES, _CHUNKS * size)]
         chunks = np.split(order[: len(order) // size * size], max(1, len(order) // size)) if len(order) >= size else [order]

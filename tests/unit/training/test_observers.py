@@ -20,7 +20,8 @@ from paceline.contract import Contract
 from paceline.errors import RecordError
 from paceline.records import Record, read_metrics, read_result
 from paceline.toml import read_recipe
-from paceline.training.observers import Printer, Recorder, Result, left_words
+from paceline.training.observers import Printer, Recorder, Result
+from paceline.training.progress import left_words
 
 CONTRACT = Contract(
     unit="images",

@@ -4,33 +4,34 @@ one launch, compiled by torch.compile where that pays off.
 A small net's step is some three hundred kernels of a few microseconds. Launched one by one from Python, the GPU waits for its
 host most of the time. A graph contains no host work, so nothing on the host may matter. What differs from step to step (sample
 numbers, the epoch's key, the learning rate, requests) is in tensors that are filled before each replay. Every replay reads the
-seed of the GPU's random numbers again. An epoch's full steps share a graph; its last one or two, which are smaller, have their
-own.
+seed of the GPU's random numbers again. All full steps of a global batch share a graph; an epoch's last one or two, which are
+smaller, have their own. With `--batch-schedule`, the steps of all phases are captured before the first step.
 
 Before the first step the plain step is run, checked for what a graph cannot repeat, captured, and both are compared; then all
 weights are restored. Anything that does not fit is reported in one line, and the plain step trains.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from paceline.core.parts import Step
 from paceline.core.trees import tensors_in
-from paceline.data.loaders import Inputs
 from paceline.dist.agree import any_reason
 from paceline.errors import PacelineError, first_line
 from paceline.output import stages
+from paceline.phases import Phase, make_phases
 from paceline.training.build import Run
 from paceline.training.capture.graph import Body, Graph, compiler, find_obstacle
 from paceline.training.capture.kept import Kept, Outcome, State, tensors_of
+from paceline.training.capture.replay import CapturedStep, Case, Kind, kind_of
 from paceline.training.own import members, starts_at_zero
-from paceline.training.step import Executor, Requests, TrainStep, Weighted
+from paceline.training.step import Executor, TrainStep, Weighted
 from paceline.training.task_step import WITHOUT_GRAPH
 
 COMPILE_PAYS_S = 180.0
@@ -49,10 +50,11 @@ def capture(run: Run, step: TrainStep, at: int, say: Callable[[str], None]) -> E
     config, left = run.config, run.plain_until - at
     if config.fast == "off" or run.world.device.type != "cuda" or left <= 0:
         return step
-    begin = time.monotonic()
+    begin, now = time.monotonic(), run.parts.phase
     pays = config.fast == "on" or left >= TUNING_PAYS
     with _tuned(torch.backends.cudnn.benchmark or (config.reduce == "fast" and pays)):
         captured, how = _Trials(run, step, at, say).attempt()
+    run.parts.switch(now)
     run.parts.statistics.rest()
     if captured is None:
         say(f"the step runs without a CUDA graph: {how}")
@@ -61,77 +63,13 @@ def capture(run: Run, step: TrainStep, at: int, say: Callable[[str], None]) -> E
     return captured
 
 
-class CapturedStep:
-    """Trains by replaying graphs: one for full steps, and one for each of the epoch's last steps that were captured."""
-
-    def __init__(
-        self,
-        plain: TrainStep,
-        graphs: Mapping[int, tuple["_Case", Graph]],
-        compiled: bool,
-        say: Callable[[str], None] = lambda text: None,
-        unborn: State | None = None,
-    ) -> None:
-        """`unborn`: the optimizer's state that the graphs refer to, if the first step has to initialize it."""
-        self._plain, self._graphs, self.compiled = plain, graphs, compiled
-        self._say, self._unborn, self._said = say, unborn, False
-
-    def __call__(self, step: Step, inputs: Iterator[Inputs], requests: Requests = (False, False)) -> Tensor:
-        plain, sampler = self._plain, self._plain.parts.sampler
-        if self._unborn is not None:
-            return self._first(step, inputs, requests)
-        number = step.number % sampler.steps
-        case, graph = self._graphs.get(0 if number < sampler.full_steps else number, (None, None))
-        if case is None or graph is None or plain.clock.follows_buckets:  # a graph has no buckets to follow
-            return plain(step, inputs, requests)
-        plain.begin(step.number, requests)
-        plain.enter("data")
-        given = [next(inputs) for _ in case.step.passes]
-        if self._is_outdated() or not graph.fits(given):
-            return plain.run(step, iter(given))
-        plain.enter(plain.clock.before_replay)
-        done = graph(given)
-        plain.mark("reduce")  # from here on the host may wait for another worker
-        plain.clock.replayed(graph.stamps)
-        return done
-
-    def _first(self, step: Step, inputs: Iterator[Inputs], requests: Requests) -> Tensor:
-        """The first step, plain: the optimizer initializes its state. The graphs then continue with it, in their own memory."""
-        out, held = self._plain(step, inputs, requests), self._unborn or {}
-        for parameter, state in self._plain.update.optimizer.state.items():
-            for name, tensor in held.get(parameter, {}).items():
-                if name in state:
-                    state[name] = tensor.copy_(state[name])
-        self._unborn = None
-        return out
-
-    def _is_outdated(self) -> bool:
-        """Whether a scheduler has changed a setting that the graphs contain as a number."""
-        if not self._plain.update.rates.changes_settings:
-            return False
-        if not self._said:
-            self._say("the schedule changed a setting of the optimizer: from here on steps run without a CUDA graph")
-            self._said = True
-        return True
-
-
-@dataclass(frozen=True)
-class _Case:
-    """One step of an epoch, with inputs to try it on."""
-
-    step: Step
-    inputs: list[Inputs]
-    seed: Callable[[], None]
-    """Seed as the loop would before the first pass."""
-
-
 class _Trials:
     """The attempt to capture a run's steps: what its stages share."""
 
     def __init__(self, run: Run, step: TrainStep, at: int, say: Callable[[str], None]) -> None:
         self.run, self.at, self.say = run, at, say
         self.plain, self.step = step, step.unwatched()
-        self.epoch = at // run.sampler.steps
+        self.epoch = run.sampler.place(at)[0]
         self.kept: Kept | None = None
 
     def attempt(self) -> tuple[CapturedStep | None, str]:
@@ -153,12 +91,15 @@ class _Trials:
 
     def _attempt(self) -> tuple[CapturedStep | None, str]:
         run, step, config = self.run, self.step, self.run.config
-        why = _why_never(run)
+        phases = self._phases()
+        why = _why_never(run) or ("" if phases else "an epoch has no full step")
         if why:
             return None, why
         run.model.train()
         step.update.begin(self.at)
-        full = self._case(0)
+        for phase in phases:
+            run.parts.switch(phase)  # makes its statistics, which are restored with all others
+        full, *others = [self._case(phase) for phase in phases]
         why = any_reason(run.world, self._shapes_differ(full)) if run.varies else ""
         if why:
             return None, why
@@ -173,23 +114,38 @@ class _Trials:
         why = any_reason(run.world, why)
         if why:
             return None, why
-        compiled, plain, not_compiled = None, None, "exact mode"
+        graph, weighted, not_compiled = None, None, "exact mode"
         if config.reduce == "fast" and config.fast == "on":
-            compiled, not_compiled = self._record_compiled(full, expected)
-        if compiled is None:
-            plain, why = self._record(full, expected)
-            if plain is None:
+            weighted, not_compiled = self._compile([full, *others])
+        if weighted is None:
+            graph, why = self._record(full, expected)
+            if graph is None:
                 return None, why
             if config.reduce == "fast" and config.fast == "auto":
                 not_compiled = "the run is short"
-                if self._is_long(full, plain):
-                    compiled, not_compiled = self._record_compiled(full, expected)
-        graph = compiled or plain
+                if self._is_long(full, graph):
+                    weighted, not_compiled = self._compile([full, *others])
+        if weighted is not None:
+            better, why = self._record(full, expected, weighted)
+            if better is None and graph is None:
+                return None, why
+            graph, weighted, not_compiled = better or graph, weighted if better else None, why
         assert graph is not None
-        graphs = {0: (full, graph), **self._tails()}
-        captured = CapturedStep(self.plain, graphs, compiled is not None, self.say, self._take_state())
+        graphs = {kind_of(full.step): (full, graph), **self._record_more(others, weighted), **self._record_more(self._tails())}
+        captured = CapturedStep(self.plain, graphs, weighted is not None, self.say, self._take_state())
         self.kept = None  # which would hold a copy of all weights as long as the graphs live
-        return captured, " and compiled" if compiled else f" (not compiled: {not_compiled})"
+        return captured, " and compiled" if weighted else f" (not compiled: {not_compiled})"
+
+    def _phases(self) -> list[Phase]:
+        """The kinds of full steps that are still to come, or may come. The next one is first."""
+        run, sampler = self.run, self.run.sampler
+        later = [phase for phase in sampler.phases if sampler.step_at(phase.start) > self.at]
+        batch = sampler.phases[-1].global_batch
+        while batch < sampler.global_batch:  # `--batch-schedule auto`
+            batch *= 2
+            later.append(make_phases([(0.0, batch), (1.0, sampler.global_batch)], sampler.parts, run.config.smallest_part)[0])
+        found = dict.fromkeys(replace(phase, start=0.0) for phase in (sampler.phase_of(self.at), *later))
+        return [phase for phase in found if phase.global_batch <= sampler.samples and not run.parts.has_idle(phase)]
 
     def _take_state(self) -> State | None:
         """Take the state out of the task's own optimizer, if it is new and some of its state may not start at zero: then only
@@ -206,27 +162,36 @@ class _Trials:
         if self.kept is not None and self.kept.fresh and self.run.update.is_own:
             self.run.update.optimizer.state.clear()
 
-    def _case(self, number: int) -> _Case:
-        """A step of this epoch, with its inputs as the loop would have them."""
-        run = self.run
-        (step,) = run.parts.steps(self.epoch, range(number, number + 1))
-        samples = [item.samples for item in step.passes]
-        inputs = list(run.train.inputs(samples, self.epoch, lambda i: run.parts.seed(self.at, step.passes[i])))
-        return _Case(step, inputs, partial(run.parts.seed, self.at, step.passes[0]))
+    def _case(self, phase: Phase, number: int = 0) -> Case:
+        """A step as this epoch would have it if it consisted of this phase alone, with its inputs."""
+        kept = self.run.sampler
+        self.run.parts.sampler = replace(kept, phases=(phase,))
+        try:
+            return self._case_of(self.epoch, number)
+        finally:
+            self.run.parts.sampler = kept
 
-    def _shapes_differ(self, full: _Case) -> str:
+    def _case_of(self, epoch: int, number: int) -> Case:
+        """A step of an epoch, with its inputs as the loop would have them."""
+        run = self.run
+        (step,) = run.parts.steps(epoch, range(number, number + 1))
+        samples = [item.samples for item in step.passes]
+        inputs = list(run.train.inputs(samples, epoch, lambda i: run.parts.seed(self.at, step.passes[i])))
+        return Case(step, inputs, partial(run.parts.seed, self.at, step.passes[0]))
+
+    def _shapes_differ(self, full: Case) -> str:
         """Why batches of the task's own collate cannot share a graph, from two more steps; "" if they can."""
         shapes = [tensor.shape for tensor in tensors_in(full.inputs)]
-        for number in range(1, min(3, self.run.sampler.full_steps)):
-            others = [tensor.shape for tensor in tensors_in(self._case(number).inputs)]
+        for number in range(1, min(3, self.run.sampler.samples // full.step.samples)):
+            others = [tensor.shape for tensor in tensors_in(self._case(full.step.phase, number).inputs)]
             if others != shapes:
                 return "batches of the task's collate differ in shape from step to step, and a graph has one shape"
         return ""
 
-    def _body(self, case: _Case, weighted: Weighted | None = None) -> Body:
+    def _body(self, case: Case, weighted: Weighted | None = None) -> Body:
         return lambda inputs: self.step.run(case.step, iter(inputs), weighted)
 
-    def _run_plain(self, case: _Case) -> Outcome:
+    def _run_plain(self, case: Case) -> Outcome:
         """What a plain step gives. It is undone."""
         case.seed()
         return self._outcome(self._body(case)(case.inputs))
@@ -244,7 +209,7 @@ class _Trials:
         if self.kept is not None:
             self.kept.put_back()
 
-    def _check_plain(self, case: _Case, before: Outcome) -> tuple[Outcome, str]:
+    def _check_plain(self, case: Case, before: Outcome) -> tuple[Outcome, str]:
         """What a plain step gives, and what in it a graph could not repeat. It is undone."""
         case.seed()
         out, why = find_obstacle(self._body(case), case.inputs, self.run.model, self.step.forward.objective)
@@ -255,13 +220,13 @@ class _Trials:
             why = f"the same batch gives a different loss each time, {before.loss:.5g} and {outcome.loss:.5g}"
         return outcome, why
 
-    def _two_seeds(self, case: _Case) -> str:
+    def _two_seeds(self, case: Case) -> str:
         passes = len(case.step.passes)
         if self.step.checks.random and passes > 1:
             return f"the model draws random numbers in each of {passes} passes, and a graph has one seed"
         return ""
 
-    def _record(self, case: _Case, expected: Outcome, weighted: Weighted | None = None) -> tuple[Graph | None, str]:
+    def _record(self, case: Case, expected: Outcome, weighted: Weighted | None = None) -> tuple[Graph | None, str]:
         """A graph that does what the plain step does, or why not. The same on every worker."""
         graph, why = None, ""
         try:
@@ -282,53 +247,70 @@ class _Trials:
         why = any_reason(self.run.world, why)
         return (None if why else graph), why
 
-    def _record_compiled(self, case: _Case, expected: Outcome) -> tuple[Graph | None, str]:
-        """The same for the compiled step."""
-        self.say("compiling the step: about 20 s the first time, less in later runs")
+    def _compile(self, cases: Sequence[Case]) -> tuple[Weighted | None, str]:
+        """The compiled pass, ready for the shapes of all cases; or None and why not."""
+        several = f" for {len(cases)} batches" if len(cases) > 1 else ""
+        self.say(f"compiling the step{several}: about 20 s{' each' if several else ''} the first time, less in later runs")
         stages.enter("compiling the step")
         weighted, why = self.step.forward.run_pass, ""
 
-        def work(number: int, share: float) -> tuple[Tensor, Tensor]:
+        def work(case: Case, number: int, share: float) -> tuple[Tensor, Tensor]:
             item = case.step.passes[number]
             self.run.parts.statistics.use(item)
             return weighted(case.inputs[number], share, len(item.samples))
 
         try:
-            with compiler() as compiled:
+            with compiler(2 * len(cases)) as compiled:
                 weighted = compiled(weighted)
-                for _ in range(2):  # the first compiles and tunes
-                    self.run.parts.engine.dry_run(case.step.passes, case.step.samples, work)
+                for case in cases:
+                    self.run.parts.switch(case.step.phase)
+                    for _ in range(2):  # the first compiles and tunes
+                        self.run.parts.engine.dry_run(case.step.passes, case.step.samples, partial(work, case))
         except Exception as error:  # the plain step is always there
             why = f"{type(error).__name__}: {first_line(error)}"
         self._put_back()
         why = any_reason(self.run.world, why)
-        return (None, why) if why else self._record(case, expected, weighted)
+        return (None if why else weighted), why
 
-    def _is_long(self, case: _Case, graph: Graph) -> bool:
+    def _is_long(self, case: Case, graph: Graph) -> bool:
         """Whether enough training is left for compiling to pay off, by rank 0's clock."""
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(_TIMED):
             graph(case.inputs)
         torch.cuda.synchronize()
-        left_s = (self.run.plain_until - self.at) * (time.perf_counter() - begin) / _TIMED
+        before, end = map(self.run.sampler.samples_before, (self.at, self.run.plain_until))
+        left_s = (end - before) / case.step.samples * (time.perf_counter() - begin) / _TIMED
         self._put_back()
         return bool(self.run.world.broadcast(left_s > COMPILE_PAYS_S))
 
-    def _tails(self) -> dict[int, tuple[_Case, Graph]]:
-        """The epoch's last steps, plain: launched one by one, two of them cost as much as ten full ones of batch 128."""
-        sampler, found = self.run.sampler, {}
-        if self.run.config.epochs - self.epoch < _TAILS_PAY:
-            return {}
-        for number in range(sampler.full_steps, sampler.steps):
-            case = self._case(number)
+    def _record_more(self, cases: Sequence[Case], weighted: Weighted | None = None) -> dict[Kind, tuple[Case, Graph]]:
+        """Graphs of further kinds of steps, where they can be recorded: the others run plain."""
+        found = {}
+        for case in cases:
             if any_reason(self.run.world, self._two_seeds(case)):
                 continue
-            with _tuned(False):
-                graph, _ = self._record(case, self._run_plain(case))
+            with _tuned(torch.backends.cudnn.benchmark and case.step.samples == case.step.phase.global_batch):
+                graph, _ = self._record(case, self._run_plain(case), weighted)
             if graph is not None:
-                found[number] = case, graph
+                found[kind_of(case.step)] = case, graph
         return found
+
+    def _tails(self) -> list[Case]:
+        """The last steps of epochs that come often enough: launched one by one, two of them cost as much as ten full ones of
+        batch 128."""
+        sampler, counts = self.run.sampler, Counter[Kind]()
+        places: dict[Kind, tuple[int, int]] = {}
+        last = self.run.config.epochs - 1
+        for epoch in range(self.epoch, min(last, max(self.epoch, sampler.settled)) + 1):
+            cut = sampler.cut(epoch)
+            for number in range(max(0, cut.steps - 2), cut.steps):
+                phase, samples = sampler.phases[cut.phases[number]], int(cut.bounds[number + 1] - cut.bounds[number])
+                if samples != phase.global_batch and not self.run.parts.has_idle(phase):
+                    kind = phase.global_batch, phase.parts, samples
+                    counts[kind] += last - epoch + 1 if epoch >= sampler.settled else 1
+                    places.setdefault(kind, (epoch, number))
+        return [self._case_of(*places[kind]) for kind, count in counts.items() if count >= _TAILS_PAY]
 
 
 def _why_never(run: Run) -> str:
@@ -348,8 +330,6 @@ def _why_never(run: Run) -> str:
         return "the optimizer has no fused form for this model, and reads its learning rate on the host"
     if run.update.rates.changes_settings:
         return "the task's schedule changes momentum, which a graph would not"
-    if not run.sampler.full_steps:
-        return "an epoch has no full step"
     return ""
 
 

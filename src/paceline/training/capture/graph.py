@@ -66,10 +66,14 @@ class Graph:
 
 
 @contextmanager
-def compiler() -> Iterator[Callable[[Function], Function]]:
-    """torch.compile, for functions that are first called in this block. Compiled code is kept for later runs; the compiler's
-    processes end with the block.
+def compiler(shapes: int = 1) -> Iterator[Callable[[Function], Function]]:
+    """torch.compile, for functions that are first called in this block, with this many shapes. Compiled code is kept for later
+    runs; the compiler's processes end with the block.
     """
+    from torch._dynamo import config as dynamo  # not at the top: it takes 1 s
+
+    limit = dynamo.recompile_limit
+    dynamo.recompile_limit = limit + shapes
     given, cache = os.environ.get(_CACHE), os.environ.get("XDG_CACHE_HOME")
     with suppress(OSError, RuntimeError):  # no writable home: torch then uses a folder under /tmp
         folder = (Path(cache) if cache else Path.home() / ".cache") / "paceline" / "compiled"
@@ -86,6 +90,7 @@ def compiler() -> Iterator[Callable[[Function], Function]]:
         from torch._inductor.async_compile import shutdown_compile_workers  # not at the top: it takes 1 s
 
         shutdown_compile_workers()
+        dynamo.recompile_limit = limit
         if given is None:
             os.environ.pop(_CACHE, None)
 

@@ -30,7 +30,7 @@ class Kept:
         self._optimizer, self.fresh = run.update.optimizer, not run.update.optimizer.state
         self._numbers = [(state, numbers_of(state)) for state in self._optimizer.state.values()]
         self._groups = [dict(group) for group in self._optimizer.param_groups]
-        self._tensors = [*run.model.parameters(), *run.model.buffers(), *run.parts.statistics.tensors(), *self._state()]
+        self._tensors = [*run.model.parameters(), *run.model.buffers(), *run.parts.statistics_tensors(), *self._state()]
         self._tensors += [*run.kept().values(), *run.update.lrs.values()]
         self._copies = [tensor.detach().clone() for tensor in self._tensors]
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.config import Config, names_with
+from paceline.core.schedules import count_steps
 from paceline.dist.tensors import broadcast_tensors
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.options import Role
 from paceline.output import plural
+from paceline.phases import Phase, is_auto
 from paceline.training.build import Run
 from paceline.training.checkpoint.file import CheckpointError, Writer, load_latest
 from paceline.training.local import first_local_step
@@ -31,7 +33,6 @@ from paceline.training.meter import EpochMeans
 from paceline.training.observers import Result, Rows
 from paceline.training.own import describe_kind
 from paceline.training.plain_state import plain_value
-from paceline.training.terms import count_steps
 from paceline.values import flag, parse_every
 
 FOLDER = "checkpoints"
@@ -144,6 +145,8 @@ class Keeper:
             if not run.initial.read or run.config.branch_from:  # it would start over from other weights than it began with
                 raise UsageError(f"{run.contract.record}: no checkpoint can be read to continue from: start a new run")
             return None
+        if "phases" in facts and is_auto(run.config.batch_schedule):
+            run.set_phases(tuple(Phase(*each) for each in facts["phases"]))
         self._check(facts)
         if facts["place"] != _place(world) and self._run.config.reduce == "exact":
             self._say(f"the checkpoint was made by {facts['place']}, this is {_place(world)}: bits may differ from here on")
@@ -160,6 +163,7 @@ class Keeper:
                     tensor.copy_(tensors[f"model.{name}"])
             for name, tensor in run.kept().items():
                 tensor.copy_(tensors[name])
+        run.parts.switch(run.sampler.phase_of(max(0, facts["progress"]["step"] - 1)))
         run.parts.statistics.scatter(tensors["parts.values"], tensors["parts.counts"])
         optimizer, state = run.update.optimizer, _optimizer_state(tensors, facts["optimizer"])
         _lay_out_like_weights(state, optimizer)
@@ -199,6 +203,7 @@ def _collect(run: Run, progress: Progress) -> tuple[dict[str, Tensor], dict[str,
         "update": run.update.facts(),
         "progress": dataclasses.asdict(progress),
         "place": _place(run.world),
+        **({"phases": [astuple(phase) for phase in run.sampler.phases]} if is_auto(run.config.batch_schedule) else {}),
     }
     return tensors, facts
 
@@ -249,7 +254,7 @@ def describe_extension(old: Mapping[str, Any], run: Run, at: int) -> str:
     """
     old = {**{name: getattr(Config, name) for name in names_with(Role.LENGTH)}, **old}
     schedule, config = run.update.schedule, run.config
-    before, now = count_steps(old["epochs"], old["max_steps"], run.sampler.steps), schedule.total_steps
+    before, now = count_steps(run.sampler, old["epochs"], old["max_steps"]), schedule.total_steps
     if now < before or (now > before and not config.given & names_with(Role.LENGTH)):
         differ = [name for name in ("epochs", "max_steps") if old[name] != getattr(config, name)]
         words = [f"{flag(name)} was {old[name]}, is {getattr(config, name)}" for name in differ]
@@ -284,7 +289,7 @@ def describe_branch(old: Mapping[str, Any], new: Mapping[str, Any], run: Run, at
     fixed = {name: value for name, value in new["options"].items() if name in names_with(Role.STATE)}
     differs = [*_differences(old, new), *_changed(old["options"], fixed)]
     seeds = old["options"].get("seed"), new["options"]["seed"]
-    if seeds[0] != seeds[1] and at % run.sampler.steps:
+    if seeds[0] != seeds[1] and run.sampler.place(at)[1]:
         differs.append(f"--seed was {seeds[0]}, is {seeds[1]}, and step {at:,} is in the middle of an epoch")
     _refuse_branch(differs)
     total, source = run.update.schedule.total_steps, run.config.branch_from

@@ -44,7 +44,7 @@ class Health:
         if self._gpu:
             every, sampler = self._run.config.check_every, self._run.sampler
             looks = bool(every) and (step + 1) % every == 0 and self.due()
-            self._clock.switch(looks or step % sampler.steps == sampler.full_steps - 1)
+            self._clock.switch(looks or sampler.is_last_full(step))
 
     def due(self) -> bool:
         """Whether it is time to look, at a step where workers compare weights."""
@@ -65,7 +65,7 @@ class Health:
             "components_s": fill_up(found.means(), step_s),
             "slowest": slowest,
             "lag_s": lag_s,
-            "uneven": bool(self._run.sampler.parts % self._run.world.size),
+            "uneven": bool(self._run.parts.phase.parts % self._run.world.size),
             "core_wait": float(found.core_wait.max()),
             "core_wait_rank": int(found.core_wait.argmax()),
             "memory_bytes": int(found.memory_bytes.max()),

@@ -1,0 +1,60 @@
+"""`--batch-schedule auto`: double the global batch as the measured noise scale grows.
+
+The noise scale is the global batch at which noise and gradient are equally large (`core/noise.py`). Below it, a step of twice
+the batch is worth almost two steps; above it, hardly more than one. Early in training it is small: large steps would waste
+samples. So a run starts with a small batch, and doubles it when the noise scale is more than `RATIO` times the batch.
+
+The decision is taken at fixed places of an epoch, from numbers that all workers have, so every worker takes the same one; in
+exact mode it is the same on any number of workers. Checkpoints hold the phases so far. A run with the phases that were found as
+its `--batch-schedule` trains the same model.
+"""
+
+from paceline.core.noise import noise_scale
+from paceline.core.parts import Step
+from paceline.phases import make_phases
+from paceline.training.build import Run
+
+RATIO = 2.0
+"""The batch doubles when the noise scale is more than this many times as large."""
+_PLACES = 8
+"""Decisions per epoch, at most one after each step."""
+_LEAST = 8
+"""Steps of a phase before it can end: the estimate is a mean over about 20 steps."""
+
+
+class Growth:
+    """Decides when the batch doubles."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._why = "the noise scale has grown"
+
+    @property
+    def why(self) -> str:
+        """Why the newest phase has its batch."""
+        return "the first batch" if len(self._run.sampler.phases) == 1 else self._why
+
+    def decide(self, step: Step) -> bool:
+        """Whether the batch doubles after this step. Then the run has a new phase. Collective: call on every rank."""
+        run, sampler, phase = self._run, self._run.sampler, step.phase
+        if phase != sampler.phases[-1] or phase.global_batch == sampler.global_batch or not self._is_place(step):
+            return False
+        assert run.parts.engine.noise is not None
+        scale = run.world.broadcast(noise_scale(*run.parts.engine.noise.state.tolist()))  # the same, or nearly, on all workers
+        if not scale > RATIO * phase.global_batch:
+            return False
+        start = sampler.samples_before(step.number + 1) / sampler.samples
+        pairs = [(start, 2 * phase.global_batch), (start + 1, sampler.global_batch)]
+        grown = make_phases(pairs, sampler.parts, run.config.smallest_part)[0]
+        run.set_phases((*sampler.phases, grown))
+        self._why = f"the noise scale is {scale:,.0f}"
+        return True
+
+    def _is_place(self, step: Step) -> bool:
+        """Whether a decision is taken after this step. It must be a full one: then the steps before it stay as they are."""
+        sampler = self._run.sampler
+        epoch, number = sampler.place(step.number)
+        cut = sampler.cut(epoch)
+        before, after = (int(bound) * _PLACES // sampler.samples for bound in cut.bounds[number : number + 2])
+        since = step.number - sampler.step_at(step.phase.start)
+        return step.samples == step.phase.global_batch and after > before and since + 1 >= _LEAST

@@ -1,0 +1,63 @@
+"""How far a run is and how long it still takes, in words for the terminal; also when the global batch changes on the way."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.contract import Contract
+from paceline.output import plural
+
+Row = Mapping[str, Any]
+
+
+class Pace:
+    """Counts the steps of a run. With a batch schedule, epochs have different numbers of steps."""
+
+    def __init__(self) -> None:
+        self.total = self._per_epoch = 1
+        self._epochs, self._samples = 1, 0
+        self._phase: Row = {}
+        self._epoch_end = 0
+
+    def start(self, contract: Contract) -> None:
+        """The length of the run, as it is known before the first step."""
+        self.total, self._per_epoch = contract.total_steps, contract.steps_per_epoch
+        self._epochs, self._samples = contract.epochs, contract.train_samples
+
+    def phase(self, row: Row) -> None:
+        """A phase begins: the run may now have another number of steps."""
+        self._phase, self.total = row, row["total_steps"]
+
+    def epoch(self, row: Row) -> None:
+        """An epoch has ended."""
+        self._epoch_end = row["step"]
+
+    def is_whole(self, epochs: int, steps: int) -> bool:
+        """Whether a run that ended after these steps ended with an epoch."""
+        return steps in (self._epoch_end, epochs * self._per_epoch)
+
+    def describe(self, row: Row) -> tuple[str, int, int, str]:
+        """For a step row: what is counted, how many are done, of how many, and the time left."""
+        step, time_s = row["step"], row["time_s"]
+        if not self._phase:
+            left_s = time_s / step * (self.total - step)
+            return f"epoch {row['epoch']}", step % self._per_epoch or self._per_epoch, self._per_epoch, left_words(left_s)
+        # A late step takes longer than an early one, so the time left follows from the samples, not from the steps.
+        into = (step - self._phase["step"]) * self._phase["global_batch"] / max(1, self._samples)
+        done = min(self._phase["epoch"] + into, row["epoch"])
+        left_s = time_s / done * max(0.0, self._epochs - done) if done > 0 else 0.0
+        return f"epoch {row['epoch']}, step", step, max(step, self.total), left_words(left_s)
+
+
+def left_words(seconds: float) -> str:
+    """`42 s`; from 100 s on hours, minutes and seconds: `0:02:05`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60:,}:{minutes % 60:02}:{rest:02}"
+
+
+def phase_words(row: Row) -> str:
+    """`epoch 1: global batch 2,048 (8 parts), lr x0.59`, and the reason if it is not a given schedule."""
+    why = "" if row["why"] == "schedule" else f" ({row['why']})"
+    batch = f"global batch {row['global_batch']:,} ({plural(row['virtual_workers'], 'part')})"
+    return f"epoch {row['epoch']:.4g}: {batch}, lr x{row['lr_scale']:.2g}{why}"
