@@ -71,6 +71,8 @@ class _Trials:
         self.plain, self.step = step, step.unwatched()
         self.epoch = run.sampler.place(at)[0]
         self.kept: Kept | None = None
+        self._pool = torch.cuda.graph_pool_handle()
+        """All graphs of the run share memory: together they need as much as the largest."""
 
     def attempt(self) -> tuple[CapturedStep | None, str]:
         """The captured step and how it was captured; or None and why not."""
@@ -231,7 +233,7 @@ class _Trials:
         graph, why = None, ""
         try:
             self.step.clock.take_recorded()
-            graph = Graph(self._body(case, weighted), case.inputs, self.step.clock.take_recorded)
+            graph = Graph(self._body(case, weighted), case.inputs, self.step.clock.take_recorded, self._pool)
         except Exception as error:  # the plain step is always there
             why = first_line(error)
         self._put_back()

@@ -29,8 +29,11 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 class Graph:
     """Work on tensors, recorded once and replayed on other tensors of the same shapes."""
 
-    def __init__(self, body: Body, inputs: list[Inputs], stamps: Callable[[], Any] = lambda: None) -> None:
-        """`stamps` is called after recording, for the clock's stamps in the graph."""
+    def __init__(
+        self, body: Body, inputs: list[Inputs], stamps: Callable[[], Any] = lambda: None, pool: Any | None = None
+    ) -> None:
+        """`stamps` is called after recording, for the clock's stamps in the graph. Graphs with the same `pool` share memory: a
+        replay of one overwrites what another one returned."""
         self._held = cast("list[Inputs]", map_tensors(Tensor.clone, inputs))
         self._into = list(tensors_in(self._held))
         self._last: list[tuple[Tensor, int] | None] = [None] * len(
@@ -39,7 +42,8 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: a DataLoader's thread may pin memory, and NCCL's thread may query events, while this thread records.
-            with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            here = torch.cuda.current_stream()
+            with torch.cuda.graph(self._graph, pool=pool, stream=here, capture_error_mode="thread_local"):
                 self._out = body(self._held)
         except BaseException:
             random_numbers = torch.cuda.default_generators[torch.cuda.current_device()]
