@@ -38,7 +38,8 @@ def pack_search(folder: Path) -> dict[str, Any]:
     done = [run for run in found["runs"] if run["status"] == "done"]
     return {
         "what": "Single runs by which the recipes of studies/growth.toml were chosen; options over the common ones.",
-        **{key: found["environment"][key] for key in ("when", "command", "versions", "devices")},
+        **{key: found["environment"][key] for key in ("when", "versions", "devices")},
+        "command": _command(found["environment"]["command"]),
         "git": sorted({run["git"] for run in done if run["git"]}),
         "task": found["study"]["task"],
         "common": common,
@@ -68,10 +69,17 @@ def _pack_run(run: dict[str, Any], options: dict[str, Any], common: dict[str, An
     }
 
 
+def _command(words: list[str]) -> list[str]:
+    """A command without the folders it wrote to."""
+    folders = [i for i, word in enumerate(words) if word in ("--runs-dir", "--out")]
+    return [word for i, word in enumerate(words) if i not in folders and i - 1 not in folders]
+
+
 def pack_results(folder: Path) -> dict[str, Any]:
     """The results of the study without what is about the machine's folders."""
     found: dict[str, Any] = read_json(folder / "study.json")
-    found["environment"] = {key: value for key, value in found["environment"].items() if key not in _MACHINE}
+    about = {key: value for key, value in found["environment"].items() if key not in _MACHINE}
+    found["environment"] = {**about, "command": _command(about["command"])}
     found["runs"] = [{key: value for key, value in run.items() if key != "record"} for run in found["runs"]]
     return found
 

@@ -11,17 +11,22 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SEARCH = tomllib.loads((ROOT / "studies" / "search" / "growth_search.toml").read_text())
+OPTIONS = {"batch_schedule": "0:512 1:8192", "base_lr": 0.1, "momentum": 0.8, "ema": 0.7}
 FACTORS = {name: arm for name, arm in SEARCH["arms"].items() if name.startswith("factors ")}
 
 
-@pytest.fixture(scope="module")
-def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("batch_growth", ROOT / "tools" / "batch_growth.py")
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    return load("batch_growth")
 
 
 def worth(options: dict[str, Any]) -> float:
@@ -76,7 +81,13 @@ def test_search_is_packed(tool, tmp_path):
     run = {"arm": "a", "seed": 0, "status": "done", "steps": 7, "val_accuracy": [0.5], "metrics": {"loss": 1.0}, "git": "f00"}
     run |= {"train_time_s": 1.23456, "wall_s": 4.0, "record": "elsewhere/a-seed0"}
     arms = {"a": {"options": {"epochs": 2, "ema": 0.5}}, "b": {"options": {"epochs": 2}}}
-    about = {"when": "now", "command": ["paceline"], "versions": {"torch": "2"}, "devices": ["1 x GPU"], "machine": "m"}
+    about = {
+        "when": "now",
+        "command": ["paceline", "study", "--out", "x.json", "--seeds", "1"],
+        "versions": {"torch": "2"},
+        "devices": ["1 x GPU"],
+        "machine": "m",
+    }
     whole = {"study": {"task": "t", "arms": arms}, "environment": about, "runs": [run, {**run, "arm": "b", "status": "failed"}]}
     (tmp_path / "study.json").write_text(json.dumps(whole))
     packed = tool.pack_search(tmp_path)
@@ -89,6 +100,7 @@ def test_search_is_packed(tool, tmp_path):
     assert "0.5000      7 steps" in tool.search_table(packed)
     kept = tool.pack_results(tmp_path)
     assert "machine" not in kept["environment"]
+    assert kept["environment"]["command"] == packed["command"] == ["paceline", "study", "--seeds", "1"]
     assert "record" not in kept["runs"][0]
 
 
@@ -102,3 +114,22 @@ def test_picture_shows_growing_and_constant_batches_and_references(tool):
     picture = tool.draw(growth, batch)
     for words in ("Muon, growing", "Muon, constant", "SGD, growing", "SGD, constant", "0.9528, 12 steps", "SGD, constant 128"):
         assert words in picture
+
+
+def test_table_has_constant_and_growing_batches_side_by_side():
+    tables = load("study_tables")
+    arms = {f"{line} to {size}": 0.95 for line, size in tables.GROWN} | {
+        "muon 512": 0.9528,
+        "sgd 128": 0.9455,
+        "muon 60000": 0.8,
+    }
+    growth = results(arms)
+    named = {"muon to 8192": {"options": OPTIONS}, "muon 512": {"options": {}}}
+    growth["study"] = {"reference": "muon 512", "margin": 0.003, "arms": named}
+    batch = results({"muon 4096": 0.9448, "muon 8192": 0.9388, "muon 16384": 0.9181, "muon 32768": 0.9, "nesterov 8192": 0.828})
+    lines = tables.growth_table(growth, batch).splitlines()
+    assert lines[2] == "| Muon 512 | - | .9528 (1) | 16 | - | - | - |"
+    assert lines[5].startswith("| Muon | 8,192 | .9388 (1) | 11 | .9500 (1) | 11 | -0.28 points: no verdict")
+    assert lines[8].startswith("| Muon | 60,000 | .8000 (1) | 18 |")
+    assert lines[9].startswith("| SGD | 8,192 | .8280 (1) | 14 |")
+    assert tables.schedule_table(growth).splitlines()[2:] == ["| Muon to 8,192 | `0:512 1:8192` | 0.1 | 0.8 | 0.7 |"]
