@@ -4,6 +4,7 @@ python tools/study_tables.py
 """
 
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -64,8 +65,7 @@ def schedule_table(growth: dict[str, Any]) -> str:
 
 def _title(arm: str) -> str:
     """An arm's name in a table: `Muon to 8,192`."""
-    words = arm.replace("muon", "Muon").replace("sgd", "SGD").split(" ")
-    return " ".join(f"{int(word):,}" if word.isdecimal() else word for word in words)
+    return re.sub(r"\d{4,}", lambda found: f"{int(found[0]):,}", arm.replace("muon", "Muon").replace("sgd", "SGD"))
 
 
 def _steps(results: dict[str, Any], arm: str) -> int:
