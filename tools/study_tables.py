@@ -4,6 +4,7 @@ python tools/study_tables.py
 """
 
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from paceline.status import Status  # noqa: E402
 from paceline.study.results import compare_arm, difference_words, final_values  # noqa: E402
 
 BATCHES = (128, 512, 1024, 4096, 8192, 16384)
+REFERENCES = ("muon 512", "sgd 128")
+GROWN = (("muon", 4096), ("muon", 8192), ("muon", 16384), ("muon", 32768), ("muon", 60000), ("sgd", 8192))
 
 
 def batch_table(results: dict[str, Any]) -> str:
@@ -26,6 +29,47 @@ def batch_table(results: dict[str, Any]) -> str:
         cells = [_cell([run["metrics"]["accuracy"] for run in results["runs"] if run["arm"] == f"{arm} {b}"]) for b in BATCHES]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def growth_table(growth: dict[str, Any], batch: dict[str, Any]) -> str:
+    """Constant and growing batches, by the largest batch. Constant ones that the study did not repeat are those of `batch`."""
+    reference = growth["study"]["reference"]
+    lines = [
+        f"| | largest batch | constant | steps | growing | steps | growing, against {_title(reference)} |",
+        "|---" * 7 + "|",
+    ]
+    for arm in REFERENCES:
+        cells = [f"{_title(arm)}", "-", _cell(final_values(growth, arm)), f"{_steps(growth, arm):,}", "-", "-", "-"]
+        lines.append("| " + " | ".join(cells) + " |")
+    for line, size in GROWN:
+        constant, growing = f"{line} {size}", f"{line} to {size}"
+        older = constant.replace("sgd", "nesterov")
+        source, name = (growth, constant) if final_values(growth, constant) else (batch, older)
+        cells = [_title(line), f"{size:,}", _cell(final_values(source, name)), f"{_steps(source, name)}"]
+        verdict = difference_words(compare_arm(growth, growing), "accuracy")
+        cells += [_cell(final_values(growth, growing)), f"{_steps(growth, growing)}", verdict]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def schedule_table(growth: dict[str, Any]) -> str:
+    """The batches of each growing arm."""
+    lines = ["| | batches | peak lr | momentum | averaging |", "|---|---|---|---|---|"]
+    for name, arm in growth["study"]["arms"].items():
+        options = arm["options"]
+        if options.get("batch_schedule") and final_values(growth, name):
+            numbers = [f"{options[key]:g}" for key in ("base_lr", "momentum", "ema")]
+            lines.append(f"| {_title(name)} | `{options['batch_schedule']}` | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
+def _title(arm: str) -> str:
+    """An arm's name in a table: `Muon to 8,192`."""
+    return re.sub(r"\d{4,}", lambda found: f"{int(found[0]):,}", arm.replace("muon", "Muon").replace("sgd", "SGD"))
+
+
+def _steps(results: dict[str, Any], arm: str) -> int:
+    return next((int(run["steps"]) for run in results["runs"] if run["arm"] == arm and run["steps"]), 0)
 
 
 def arm_table(wide: dict[str, Any], small: dict[str, Any] | None = None) -> str:
