@@ -115,6 +115,9 @@ class Config(RemembersGiven):
     """With --batch-schedule: phases whose V parts would have fewer samples than this are cut into fewer parts."""
     batch_lr_power: float = _batch(0.25, Role.MODEL, Role.METHOD, at_least=0, at_most=1)
     """With --batch-schedule: the learning rate in a phase is multiplied by (its batch / the largest batch) to this power."""
+    batch_noise_ratio: float | None = _batch(None, Role.MODEL, Role.METHOD, more_than=0)
+    """With --batch-schedule auto: the batch doubles when the noise scale is more than this many times the batch (default 0.25
+    for muon, which makes good use of large batches, and 2 for all others)."""
     accumulate: int = _batch(1, Role.MODEL, Role.METHOD, at_least=1)
     """Split each part of a step into N micro-batches (less memory, same step)."""
     optimizer: str = _batch("sgd", Role.MODEL, Role.STATE, Role.METHOD, Role.COMMON, metavar="NAME")

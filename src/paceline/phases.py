@@ -85,7 +85,7 @@ def parse_batch_schedule(text: str) -> tuple[tuple[float, int], ...]:
 def write_batch_schedule(pairs: Sequence[tuple[float, int]] | Mapping[Any, Any]) -> str:
     """The text of a schedule, from pairs or from a table as TOML has it: {"0" = 1024, "2.5" = 4096}."""
     items = pairs.items() if isinstance(pairs, Mapping) else pairs
-    text = " ".join(f"{start:g}:{batch}" if isinstance(start, float) else f"{start}:{batch}" for start, batch in items)
+    text = " ".join(f"{start:.12g}:{batch}" if isinstance(start, float) else f"{start}:{batch}" for start, batch in items)
     parse_batch_schedule(text)
     return text
 

@@ -2,8 +2,8 @@
 
 The noise scale is the global batch at which noise and gradient are equally large (`core/noise.py`). Far below it, a step of
 twice the batch is worth almost two steps; far above it, hardly more than one. Early in training the noise scale is small: large
-steps would waste samples. So a run starts with a small batch, and doubles it whenever the noise scale is more than `RATIO` times
-the batch.
+steps would waste samples. So a run starts with a small batch, and doubles it whenever the noise scale is more than
+`--batch-noise-ratio` times the batch.
 
 The decision is taken at fixed places of an epoch, from numbers that all workers have, so every worker takes the same one; in
 exact mode it is the same on any number of workers. Checkpoints hold the phases so far. A run with the phases that were found as
@@ -12,11 +12,12 @@ its `--batch-schedule` trains the same model.
 
 from paceline.core.noise import noise_scale
 from paceline.core.parts import Step
-from paceline.phases import make_phases
+from paceline.phases import make_phases, write_batch_schedule
 from paceline.training.build import Run
 
-RATIO = 0.25
-"""The batch doubles when the noise scale is more than this fraction of it."""
+_RATIOS = {"muon": 0.25}
+_RATIO = 2.0
+"""The batch doubles when the noise scale is more than this many times the batch: with muon, and with all other optimizers."""
 _PLACES = 8
 """Decisions per epoch, at most one after each step."""
 _LEAST = 8
@@ -28,6 +29,8 @@ class Growth:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        given = run.config.batch_noise_ratio
+        self._ratio = _RATIOS.get(run.config.optimizer, _RATIO) if given is None else given
         self._why = "the noise scale has grown"
 
     @property
@@ -42,7 +45,7 @@ class Growth:
             return False
         assert run.parts.engine.noise is not None
         scale = run.world.broadcast(noise_scale(*run.parts.engine.noise.state.tolist()))  # the same, or nearly, on all workers
-        if not scale > RATIO * phase.global_batch:
+        if not scale > self._ratio * phase.global_batch:
             return False
         start = sampler.samples_before(step.number + 1) / sampler.samples
         pairs = [(start, 2 * phase.global_batch), (start + 1, sampler.global_batch)]
@@ -50,6 +53,11 @@ class Growth:
         run.set_phases((*sampler.phases, grown))
         self._why = f"the noise scale is {scale:,.0f}"
         return True
+
+    def describe(self) -> str:
+        """The phases so far, as a schedule that a run can be given."""
+        pairs = [(phase.start, phase.global_batch) for phase in self._run.sampler.phases]
+        return f'the batch grew by --batch-schedule "{write_batch_schedule(pairs)}"'
 
     def _is_place(self, step: Step) -> bool:
         """Whether a decision is taken after this step. It must be a full one: then the steps before it stay as they are."""

@@ -162,6 +162,8 @@ class _Fit:
             self._train_epoch(epoch, executor)
             if self._end_epoch(epoch, validation, averaged):
                 break  # with the averaged weights in place, if there are any
+        if self.growth is not None:
+            self.teller.say(self.growth.describe())
         progress.result = replace(progress.result, status=self._status(), model_sha256=model_sha256(run.model))
 
     def _status(self) -> Status:
