@@ -44,10 +44,10 @@ def facts(record: Path) -> tuple[str, dict[str, float], list[dict[str, Any]]]:
 
 def assert_every_sample_once() -> None:
     sampler, steps = Sampler(SAMPLES, 16, 4, 0), samples_by_step()
-    assert sorted(steps) == list(range(EPOCHS * sampler.steps))
+    assert sorted(steps) == list(range(sampler.first_step(EPOCHS)))
     for step, samples in steps.items():
-        epoch, i = divmod(step, sampler.steps)
-        expected = sampler.order(epoch)[sampler.step_bounds[i] : sampler.step_bounds[i + 1]]
+        epoch, i = sampler.place(step)
+        expected = sampler.order(epoch)[slice(*sampler.cut(epoch).bounds[i : i + 2])]
         assert sorted(samples) == sorted(expected.tolist()), f"step {step}"
 
 

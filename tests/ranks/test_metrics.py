@@ -153,7 +153,7 @@ def test_weights_in_your_own_loop() -> None:
     model = nn.Linear(4, 1)
     team = paceline.Parts(model, samples=len(X), global_batch=8, virtual_workers=1, seed=0)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
-    bounds, order = team.sampler.step_bounds, torch.from_numpy(team.sampler.order(0))
+    bounds, order = team.sampler.cut(0).bounds, torch.from_numpy(team.sampler.order(0))
     for begin, end in pairwise(bounds):
         i = order[begin:end]
         total, count = squares(model, (X[i], Y[i], MASK[i]))

@@ -61,8 +61,8 @@ def test_a_step_is_the_gradient_of_one_big_batch() -> None:
     assert run.contract.parts == "in turn: the loss is one number per batch"
     model, losses = run.model, []
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    order, bounds = torch.from_numpy(run.sampler.order(0)), run.sampler.step_bounds
-    for number in range(run.sampler.steps):
+    order, bounds = torch.from_numpy(run.sampler.order(0)), run.sampler.cut(0).bounds
+    for number in range(run.sampler.cut(0).steps):
         i = order[bounds[number] : bounds[number + 1]]
         optimizer.param_groups[0]["lr"] = run.update.schedule.lr(number)
         optimizer.zero_grad()

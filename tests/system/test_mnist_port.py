@@ -102,7 +102,7 @@ class InOrder:
     """What plain.py's train() needs of a loader: the batches of `Parts`, which an epoch's seed decides."""
 
     def __init__(self, team: Any, data: TensorDataset, epoch: int) -> None:
-        order, bounds = team.sampler.order(epoch), team.sampler.step_bounds
+        order, bounds = team.sampler.order(epoch), team.sampler.cut(epoch).bounds
         self.batches = [data[order[begin:end]] for begin, end in pairwise(bounds)]
         self.dataset = data
 

@@ -17,7 +17,7 @@ for name in ("paceline.optim", "paceline.core.schedules", "paceline.core.sampler
         del sys.modules[module]
 from paceline.core.sampler import Sampler
 from paceline.core.schedules import Schedule
-print(Sampler(10, 4, 2, seed=0).steps, Schedule(peak_lr=1.0, total_steps=4, steps_per_epoch=2).lr(0))
+print(Sampler(10, 4, 2, seed=0).cut(0).steps, Schedule(peak_lr=1.0, total_steps=4, steps_per_epoch=2).lr(0))
 """
     done = run([sys.executable, "-c", code])
     assert (done.returncode, done.stdout) == (0, "3 1.0\n"), done.stderr

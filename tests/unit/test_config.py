@@ -52,6 +52,7 @@ def values(name: str) -> st.SearchStrategy[Any]:
         special = {
             "name": st.text(st.characters(exclude_categories=("Cc", "Cs"), exclude_characters="/.-"), max_size=40),
             "checkpoint_every": st.sampled_from(("0", "500", "1.5s")),
+            "batch_schedule": st.sampled_from(("auto", "auto:512", "0:64 0.5:128", "0:16 1:32 2.25:1024")),
             "step_at": st.sampled_from(("0.5", "0.1,0.9")),
         }
         return special.get(name, st.text(plain))

@@ -21,7 +21,7 @@ def expected(units: list[range]) -> float:
     run = build(task, make_config(task.defaults, OPTIONS), ALONE)
     model, data = run.model, task.train()
     sampler = Sampler(103, 24, 4, 0)
-    order, bounds = sampler.order(0), sampler.part_bounds(0)
+    order, bounds = sampler.order(0), sampler.part_bounds(0, 0)
     found = []
     for unit in units:
         samples = torch.from_numpy(order[bounds[unit[0]] : bounds[unit[-1] + 1]].copy())

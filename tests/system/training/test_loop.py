@@ -44,7 +44,7 @@ def test_every_sample_of_a_step_weighs_the_same_on_any_number_of_workers() -> No
     from paceline.core.sampler import Sampler
 
     sampler = Sampler(31, 12, 3, 0)
-    order, bounds = sampler.order(0).tolist(), sampler.step_bounds.tolist()
+    order, bounds = sampler.order(0).tolist(), sampler.cut(0).bounds.tolist()
     assert np.diff(bounds).tolist() == [12, 12, 7]
     expected = plain_sgd([order[a:b] for a, b in itertools.pairwise(bounds)], 31)
     for workers in (1, 3):

@@ -78,9 +78,9 @@ def plans(draw: st.DrawFn) -> tuple[Sampler, list[list[range]], int, bool]:
 def test_all_workers_passes_hold_every_sample_of_a_step_once(plan):
     sampler, everyone, accumulate, one_pass = plan
     order = sampler.order(0)
-    for step in range(sampler.steps):
-        bounds = sampler.part_bounds(step)
-        passes = [item for groups in everyone for item in cut_step(sampler, order, step, groups, accumulate, one_pass)]
+    for step in range(sampler.cut(0).steps):
+        bounds = sampler.part_bounds(0, step)
+        passes = [item for groups in everyone for item in cut_step(bounds, order, groups, accumulate, one_pass)]
         visited = np.concatenate([item.samples for item in passes])
         assert sorted(visited) == sorted(order[bounds[0] : bounds[-1]])
         assert [part for item in passes if item.last for part in item.parts] == list(range(sampler.parts))
@@ -90,11 +90,11 @@ def test_all_workers_passes_hold_every_sample_of_a_step_once(plan):
 @given(plans(), st.integers(0, 2))
 def test_an_epoch_is_its_steps(plan, first):
     sampler, everyone, accumulate, one_pass = plan
-    order = sampler.order(2)
+    order, count = sampler.order(2), sampler.cut(2).steps
     for groups in everyone:
-        for steps in (range(min(first, sampler.steps), sampler.steps), range(max(0, sampler.steps - first))):
-            planned = cut_epoch(sampler, order, steps, groups, accumulate, one_pass)
-            expected = [cut_step(sampler, order, step, groups, accumulate, one_pass) for step in steps]
+        for steps in (range(min(first, count), count), range(max(0, count - first))):
+            planned = cut_epoch(sampler, 2, steps, {sampler.parts: groups}.__getitem__, accumulate, one_pass)
+            expected = [cut_step(sampler.part_bounds(2, step), order, groups, accumulate, one_pass) for step in steps]
             assert [_plain(passes) for passes in planned] == [_plain(passes) for passes in expected]
 
 
@@ -103,10 +103,10 @@ def test_an_epoch_is_its_steps(plan, first):
 def test_the_passes_of_a_worker(plan):
     sampler, everyone, accumulate, one_pass = plan
     order = sampler.order(1)
-    for step in range(sampler.steps):
-        bounds = sampler.part_bounds(step)
+    for step in range(sampler.cut(1).steps):
+        bounds = sampler.part_bounds(1, step)
         sizes = np.diff(bounds)
-        units = [_units(cut_step(sampler, order, step, groups, accumulate, one_pass)) for groups in everyone]
+        units = [_units(cut_step(bounds, order, groups, accumulate, one_pass)) for groups in everyone]
         micros = {len(items) for mine in units for items in mine}
         assert len(micros) == 1, "every worker and part has the same number of micro-batches"
         assert 1 <= micros.pop() <= accumulate
@@ -131,7 +131,7 @@ def test_the_passes_of_a_worker(plan):
 @given(st.integers(1, 9), st.integers(1, 9))
 def test_as_many_micro_batches_as_asked_for_while_each_has_two_samples(part_batch, accumulate):
     sampler = Sampler(3 * part_batch, 3 * part_batch, 3, 0)
-    passes = cut_step(sampler, sampler.order(0), 0, [range(1, 2)], accumulate)
+    passes = cut_step(sampler.part_bounds(0, 0), sampler.order(0), [range(1, 2)], accumulate)
     assert len(passes) == max(1, min(accumulate, part_batch // 2))
     sizes = [len(item.samples) for item in passes]
     assert max(sizes) - min(sizes) <= 1
@@ -141,22 +141,22 @@ def test_passes_worked_out_by_hand():
     sampler = Sampler(11, 8, 4, 0)  # steps of 6 and 5 samples: parts of 1, 2, 1, 2 and of 1, 1, 1, 2
     order = np.arange(100, 111)
     groups = [range(0, 2), range(2, 4)]
-    assert _plain(cut_step(sampler, order, 0, groups, 2)) == [
+    assert _plain(cut_step(sampler.part_bounds(0, 0), order, groups, 2)) == [
         (0, [0], 0, True, [100]),
         (0, [1], 0, True, [101, 102]),
         (1, [2], 0, True, [103]),
         (1, [3], 0, True, [104, 105]),
     ]
-    assert _plain(cut_step(sampler, order, 1, groups, 2)) == [
+    assert _plain(cut_step(sampler.part_bounds(0, 1), order, groups, 2)) == [
         (0, [0, 1], 0, True, [106, 107]),
         (1, [2], 0, True, [108]),
         (1, [3], 0, True, [109, 110]),
     ]
-    assert _plain(cut_step(sampler, order, 1, [range(4)], 1, one_pass=True)) == [
+    assert _plain(cut_step(sampler.part_bounds(0, 1), order, [range(4)], 1, one_pass=True)) == [
         (0, [0, 1, 2, 3], 0, True, [106, 107, 108, 109, 110])
     ]
     sampler = Sampler(8, 8, 2, 0)
-    assert _plain(cut_step(sampler, order, 0, [range(2)], 2)) == [
+    assert _plain(cut_step(sampler.part_bounds(0, 0), order, [range(2)], 2)) == [
         (0, [0, 1], 0, False, [100, 104, 101, 105]),
         (0, [0, 1], 1, True, [102, 106, 103, 107]),
     ]
@@ -274,8 +274,8 @@ def train(model: nn.Module, statistics: Statistics, groups: Sequence[range], acc
     order = SAMPLER.order(epoch)
     model.train()
     with torch.no_grad():
-        for step in range(SAMPLER.steps):
-            for item in cut_step(SAMPLER, order, step, groups, accumulate):
+        for step in range(SAMPLER.cut(epoch).steps):
+            for item in cut_step(SAMPLER.part_bounds(epoch, step), order, groups, accumulate):
                 statistics.use(item)
                 model(IMAGES[item.samples])
 
@@ -287,8 +287,8 @@ def expected_rows(accumulate: int, epochs: int = 1) -> list[dict[str, Tensor]]:
     with torch.no_grad():
         for epoch in range(epochs):
             order = SAMPLER.order(epoch)
-            for step in range(SAMPLER.steps):
-                bounds = SAMPLER.part_bounds(step)
+            for step in range(SAMPLER.cut(epoch).steps):
+                bounds = SAMPLER.part_bounds(epoch, step)
                 for part, model in enumerate(models):
                     for samples in np.array_split(order[bounds[part] : bounds[part + 1]], accumulate):
                         model(IMAGES[samples])
@@ -371,7 +371,7 @@ def test_rest_leaves_the_models_buffers_as_they_were():
     statistics.rest()
     assert same_bits(dict(model.named_buffers()), dict(fresh.named_buffers()))
     own = model[0].running_mean
-    item = cut_step(SAMPLER, SAMPLER.order(0), 0, groups, 1)[0]
+    item = cut_step(SAMPLER.part_bounds(0, 0), SAMPLER.order(0), groups, 1)[0]
     statistics.use(item)
     in_use = model[0].running_mean
     statistics.rest()
@@ -393,7 +393,7 @@ def test_a_table_goes_to_parts_grouped_otherwise(at_once):
     second = make_model() if at_once == 1 else group_batch_norms(make_model())
     others = all_groups(2, at_once, whole=False)
     moved = Statistics(second, others, V)
-    moved.use(cut_step(SAMPLER, SAMPLER.order(0), 0, others, 1)[0])
+    moved.use(cut_step(SAMPLER.part_bounds(0, 0), SAMPLER.order(0), others, 1)[0])
     moved.scatter(values, counts)
     for table, again in zip((values, counts), moved.gather(ALONE), strict=True):
         assert torch.equal(table, again)

@@ -18,6 +18,12 @@ from unit.core.test_deal import ALONE
 OPTIONS = {"virtual_workers": 4, "global_batch": 24, "measure_noise": True, "max_steps": 1, "epochs": 1, "weight_decay": 0.0}
 
 
+def made(parameters: list[nn.Parameter], units: list[int], part_batch: int) -> Noise:
+    noise = Noise(parameters, sum(units), "cpu")
+    noise.enter(units, part_batch, part_batch * sum(units))
+    return noise
+
+
 def fed(noise: Noise, parameters: list[nn.Parameter], units: list[torch.Tensor], weights: list[float]) -> list[float]:
     """Give a step's units, summed up as in gradient accumulation, and end with their weighted mean."""
     noise.start()
@@ -36,7 +42,7 @@ def test_the_published_formulas():
     parameters = [nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(5))]
     units = [torch.randn(11, dtype=torch.float64).float() for _ in range(4)]
     size, count = 6, 4
-    variance, square = fed(Noise(parameters, [1] * 4, size, 4, "cpu"), parameters, units, [0.25] * 4)
+    variance, square = fed(made(parameters, [1] * 4, size), parameters, units, [0.25] * 4)
     mean_square = sum(float(unit.square().sum()) for unit in units) / count
     whole = float((sum(units) / count).square().sum())
     assert square / 0.05 == pytest.approx((count * whole - mean_square) / (count - 1), rel=1e-5)
@@ -49,7 +55,7 @@ def test_no_bias_whatever_the_sizes_of_units(units):
     torch.manual_seed(1)
     truth, deviation, size = torch.full((50,), 0.3), 2.0, 4
     parameters = [nn.Parameter(torch.zeros(50))]
-    noise = Noise(parameters, units, size, sum(units), "cpu")
+    noise = made(parameters, units, size)
     seen, weights = torch.zeros(2, dtype=torch.float64), [count / sum(units) for count in units]
     for _ in range(600):
         gradients = [truth + torch.randn(50) * deviation / math.sqrt(count * size) for count in units]
@@ -76,7 +82,7 @@ def test_gain():
     assert gain(1e9, 1e-9) == pytest.approx(8)  # all noise: the linear rule
     assert gain(0.0, 1.0) == pytest.approx(1)  # none: nothing to gain
     assert gain(128.0, 1.0) == pytest.approx((1 + 1) / (1 / 8 + 1))
-    noise = Noise([nn.Parameter(torch.zeros(2))], [1, 1], 512, 2, "cpu")
+    noise = made([nn.Parameter(torch.zeros(2))], [1, 1], 512)
     noise.state.copy_(torch.tensor([128.0, 1.0]))
     assert float(noise.gain(128)) == pytest.approx(gain(128.0, 1.0))
     noise.state.copy_(torch.tensor([128.0, -1.0]))  # a square below zero counts as none

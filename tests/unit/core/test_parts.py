@@ -163,7 +163,7 @@ def test_weights() -> None:
         for part in step:
             number = part.samples.float()
             part.backward(losses(team.model, part.samples), weight=number, number=number)
-        samples = team.sampler.order(0)[slice(*team.sampler.step_bounds[step.number : step.number + 2])].astype(float)
+        samples = team.sampler.order(0)[slice(*team.sampler.cut(0).bounds[step.number : step.number + 2])].astype(float)
         found = step.reduce()
         assert set(found) == {"loss", "number"}
         assert float(found["number"]) == pytest.approx((samples**2).sum() / samples.sum(), rel=1e-5)

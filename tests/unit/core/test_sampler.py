@@ -24,8 +24,8 @@ def samplers(draw: st.DrawFn) -> Sampler:
 def test_every_sample_exactly_once(sampler, epoch):
     order = sampler.order(epoch)
     visited = []
-    for step in range(sampler.steps):
-        bounds = sampler.part_bounds(step)
+    for step in range(sampler.cut(epoch).steps):
+        bounds = sampler.part_bounds(epoch, step)
         assert len(bounds) == sampler.parts + 1
         for start, stop in itertools.pairwise(bounds):
             visited += order[start:stop].tolist()
@@ -34,8 +34,8 @@ def test_every_sample_exactly_once(sampler, epoch):
 
 @given(samplers())
 def test_parts_of_a_step_differ_by_one_at_most_and_none_is_empty(sampler):
-    for step in range(sampler.steps):
-        sizes = np.diff(sampler.part_bounds(step))
+    for step in range(sampler.cut(0).steps):
+        sizes = np.diff(sampler.part_bounds(0, step))
         assert sizes.max() - sizes.min() <= 1
         assert sizes.min() >= 1
 
@@ -43,20 +43,20 @@ def test_parts_of_a_step_differ_by_one_at_most_and_none_is_empty(sampler):
 @given(samplers())
 def test_parts_cover_the_epoch_without_gaps_or_overlaps(sampler):
     """Each step's first part starts where the last part of the step before ended."""
-    bounds = [sampler.part_bounds(step) for step in range(sampler.steps)]
+    bounds = [sampler.part_bounds(0, step) for step in range(sampler.cut(0).steps)]
     assert bounds[0][0] == 0
     assert bounds[-1][-1] == sampler.samples
     for before, after in itertools.pairwise(bounds):
         assert before[-1] == after[0]
     assert all((np.diff(each) > 0).all() for each in bounds)
-    assert [each[0] for each in bounds] == sampler.step_bounds[:-1].tolist()
+    assert [each[0] for each in bounds] == sampler.cut(0).bounds[:-1].tolist()
 
 
 @given(samplers())
 def test_parts_of_a_full_step_are_equal(sampler):
-    for step, samples in enumerate(np.diff(sampler.step_bounds)):
+    for step, samples in enumerate(np.diff(sampler.cut(0).bounds)):
         if samples == sampler.global_batch:
-            assert set(np.diff(sampler.part_bounds(step))) == {sampler.global_batch // sampler.parts}
+            assert set(np.diff(sampler.part_bounds(0, step))) == {sampler.global_batch // sampler.parts}
 
 
 @given(samplers(), st.integers(1, 8))
@@ -64,24 +64,24 @@ def test_runs_of_parts_make_up_the_step_for_any_number_of_workers(sampler, worke
     """Whoever has parts i to j has the samples from where i starts to where j ends: V need not be a multiple of P."""
     cuts = [sampler.parts * rank // workers for rank in range(workers + 1)]
     order = sampler.order(0)
-    for step in range(sampler.steps):
-        bounds = sampler.part_bounds(step)
+    for step in range(sampler.cut(0).steps):
+        bounds = sampler.part_bounds(0, step)
         visited = np.concatenate([order[bounds[i] : bounds[j]] for i, j in itertools.pairwise(cuts)])
-        assert (visited == order[sampler.step_bounds[step] : sampler.step_bounds[step + 1]]).all()
+        assert (visited == order[sampler.cut(0).bounds[step] : sampler.cut(0).bounds[step + 1]]).all()
 
 
 @given(samplers())
 def test_no_part_is_smaller_than_half_a_full_one(sampler):
     part_batch = sampler.global_batch // sampler.parts
-    if sampler.steps == 1 or part_batch < 2:
+    if sampler.cut(0).steps == 1 or part_batch < 2:
         return
-    smallest = min(np.diff(sampler.part_bounds(step)).min() for step in range(sampler.steps))
+    smallest = min(np.diff(sampler.part_bounds(0, step)).min() for step in range(sampler.cut(0).steps))
     assert smallest >= part_batch // 2  # of an odd part, rounded down
 
 
 @given(samplers())
 def test_all_steps_but_the_last_two_are_full_and_none_is_larger(sampler):
-    sizes = np.diff(sampler.step_bounds)
+    sizes = np.diff(sampler.cut(0).bounds)
     assert (sizes[:-2] == sampler.global_batch).all()
     if sampler.global_batch >= 2 * sampler.parts:
         assert sizes.max() <= sampler.global_batch
@@ -130,9 +130,9 @@ def test_the_order_is_well_mixed():
 )
 def test_steps_worked_out_by_hand(samples, batch, parts, steps):
     sampler = Sampler(samples, batch, parts, seed=0)
-    sizes = np.diff(sampler.step_bounds).tolist()
+    sizes = np.diff(sampler.cut(0).bounds).tolist()
     assert sizes == steps
-    assert sampler.steps == len(sizes)
+    assert sampler.cut(0).steps == len(sizes)
 
 
 def test_a_batch_must_divide():
@@ -146,6 +146,6 @@ def test_a_batch_must_divide():
 
 
 def test_each_part_needs_a_sample():
-    assert Sampler(4, 8, 4, 0).part_bounds(0).tolist() == [0, 1, 2, 3, 4]
+    assert Sampler(4, 8, 4, 0).part_bounds(0, 0).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(UsageError, match="3 training samples cannot feed 4 virtual workers"):
         Sampler(3, 8, 4, 0)

@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import Config
+from paceline.core.sampler import Sampler
 from paceline.core.schedules import Schedule, make_schedule, scale_lr
 
 SHAPES = ("constant", "linear", "cosine", "one-cycle")
@@ -15,6 +17,15 @@ SHAPES = ("constant", "linear", "cosine", "one-cycle")
 
 def lrs(schedule: Schedule) -> list[float]:
     return [schedule.lr(step) for step in range(schedule.total_steps)]
+
+
+def made(config: Config, k: float, steps_per_epoch: int, total_steps: int) -> Schedule:
+    """The schedule of a run on k times the reference batch."""
+    batch = round(k * config.reference_batch)
+    sampler = Sampler(steps_per_epoch * batch, batch, 1, 0)
+    schedule = make_schedule(replace(config, epochs=-(-total_steps // steps_per_epoch), max_steps=total_steps), sampler)
+    assert (schedule.total_steps, schedule.steps_per_epoch) == (total_steps, steps_per_epoch)
+    return schedule
 
 
 @st.composite
@@ -37,7 +48,7 @@ def test_the_courses_warm_up():
     config = Config(
         base_lr=0.08, lr_rule="none", schedule="constant", schedule_by="epoch", warmup_epochs=5.0, warmup_from=0.25, epochs=8
     )
-    schedule = make_schedule(config, k=4, steps_per_epoch=7, total_steps=56)
+    schedule = made(config, k=4, steps_per_epoch=7, total_steps=56)
     factors = [schedule.lr(7 * epoch) / 0.08 for epoch in range(8)]
     assert factors == pytest.approx([0.25, 0.40, 0.55, 0.70, 0.85, 1, 1, 1])
     for epoch in range(8):
@@ -91,22 +102,22 @@ def test_rules(rule, peak):
 
 def test_warm_up_starts_at_base_lr_under_the_linear_rule():
     config = Config(base_lr=0.1, schedule="cosine", warmup_epochs=2.5)
-    schedule = make_schedule(config, k=8, steps_per_epoch=4, total_steps=20)
+    schedule = made(config, k=8, steps_per_epoch=4, total_steps=20)
     assert schedule.lr(0) == pytest.approx(0.1)
     assert schedule.warmup_steps == 10
     assert schedule.lr(10) == pytest.approx(0.8)
-    assert make_schedule(config, k=0.5, steps_per_epoch=4, total_steps=20).warmup_from == 1.0
+    assert made(config, k=0.5, steps_per_epoch=4, total_steps=20).warmup_from == 1.0
 
 
 def test_warm_up_starts_where_the_user_says():
     config = Config(base_lr=0.1, schedule="linear", warmup_steps=3, warmup_from=0.0)
-    schedule = make_schedule(config, k=2, steps_per_epoch=4, total_steps=20)
+    schedule = made(config, k=2, steps_per_epoch=4, total_steps=20)
     assert (schedule.lr(0), schedule.warmup_steps) == (0.0, 3)
 
 
 def test_one_cycle_starts_low_whatever_k_is():
     for k in (1, 64):
-        schedule = make_schedule(Config(base_lr=0.1, lr_rule="none"), k=k, steps_per_epoch=4, total_steps=20)
+        schedule = made(Config(base_lr=0.1, lr_rule="none"), k=k, steps_per_epoch=4, total_steps=20)
         assert schedule.lr(0) == pytest.approx(0.01)
         assert schedule.peak_at == Config().peak_at
 
@@ -152,28 +163,28 @@ def test_the_last_step_is_the_lowest_and_not_0(shape, warmup, falling):
 
 def test_the_step_schedule_falls_where_it_is_told():
     config = Config(base_lr=1.0, schedule="step", step_at="0.75,0.5", step_factor=0.1, lr_rule="none")
-    found = make_schedule(config, k=1, steps_per_epoch=2, total_steps=8)
+    found = made(config, k=1, steps_per_epoch=2, total_steps=8)
     assert [found.lr(step) for step in range(8)] == pytest.approx([1.0] * 4 + [0.1] * 2 + [0.01] * 2)
 
 
 def test_the_step_schedule_falls_after_epochs_however_long_the_run_is():
     config = Config(base_lr=1.0, schedule="step", step_at="3,1", step_factor=0.1, lr_rule="none")
     for total in (8, 12):
-        found = make_schedule(config, k=1, steps_per_epoch=2, total_steps=total)
+        found = made(config, k=1, steps_per_epoch=2, total_steps=total)
         assert [found.lr(step) for step in range(8)] == pytest.approx([1.0] * 2 + [0.1] * 4 + [0.01] * 2)
         assert not found.depends_on_length
-    assert make_schedule(Config(schedule="step"), k=1, steps_per_epoch=2, total_steps=8).depends_on_length
-    assert not make_schedule(Config(schedule="constant"), k=1, steps_per_epoch=2, total_steps=8).depends_on_length
+    assert made(Config(schedule="step"), k=1, steps_per_epoch=2, total_steps=8).depends_on_length
+    assert not made(Config(schedule="constant"), k=1, steps_per_epoch=2, total_steps=8).depends_on_length
 
 
 def test_the_step_schedule_after_warm_up():
     config = Config(base_lr=1.0, schedule="step", step_at="0.5", warmup_steps=2, warmup_from=0.0, lr_rule="none")
-    found = make_schedule(config, k=1, steps_per_epoch=2, total_steps=8)
+    found = made(config, k=1, steps_per_epoch=2, total_steps=8)
     assert [found.lr(step) for step in range(8)] == pytest.approx([0.0, 0.5, 1.0, 1.0, 0.1, 0.1, 0.1, 0.1])
 
 
 def test_adascale_leaves_the_schedule_at_base_lr():
-    found = make_schedule(Config(base_lr=0.1, lr_rule="adascale", schedule="constant"), k=8, steps_per_epoch=4, total_steps=8)
+    found = made(Config(base_lr=0.1, lr_rule="adascale", schedule="constant"), k=8, steps_per_epoch=4, total_steps=8)
     assert found.lr(5) == 0.1
 
 

@@ -1,4 +1,4 @@
-"""A step of `Parts`: one phase or several, on one worker; tests/ranks/test_phases.py has several workers."""
+"""A step of `Parts`: one round or several, on one worker; tests/ranks/test_rounds.py has several workers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -49,22 +49,22 @@ def test_backward_is_the_loop_over_parts_and_the_reduction(reduce: Any) -> None:
 
 
 @pytest.mark.parametrize("reduce", ["fast", "exact"])
-def test_a_second_phase_has_its_own_gradient_and_metrics(reduce: Any) -> None:
+def test_a_second_round_has_its_own_gradient_and_metrics(reduce: Any) -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 3)})
     (step, *_) = parts(model, reduce=reduce).epoch(0)
     seen: list[list[int]] = [[], []]
 
-    def phase(number: int, name: str) -> dict[str, Tensor]:
+    def round(number: int, name: str) -> dict[str, Tensor]:
         def work(samples: Tensor) -> Tensor:
             seen[number] += samples.tolist()
             return losses(model[name], samples)
 
         return step.backward(work)
 
-    first, used = phase(0, "a"), [p.grad is not None for p in model.parameters()]
-    second, then = phase(1, "b"), [p.grad is not None for p in model.parameters()]
+    first, used = round(0, "a"), [p.grad is not None for p in model.parameters()]
+    second, then = round(1, "b"), [p.grad is not None for p in model.parameters()]
     assert (used, then) == ([True, True, False, False], [False, False, True, True])
-    assert seen[0] == seen[1], "both phases have the step's samples"
+    assert seen[0] == seen[1], "both rounds have the step's samples"
     samples = torch.tensor(seen[1])
     assert first["loss"].item() == pytest.approx(losses(model["a"], samples).mean().item(), rel=1e-5)
     assert second["loss"].item() == pytest.approx(losses(model["b"], samples).mean().item(), rel=1e-5)
@@ -73,7 +73,7 @@ def test_a_second_phase_has_its_own_gradient_and_metrics(reduce: Any) -> None:
         torch.testing.assert_close(parameter.grad, grad)
 
 
-def test_phases_draw_their_own_numbers_keyed_by_seed_step_part_and_phase() -> None:
+def test_rounds_draw_their_own_numbers_keyed_by_seed_step_part_and_round() -> None:
     model = nn.Linear(4, 3)
     step = list(parts(model, seed=5).epoch(0))[2]
     drawn: list[list[Tensor]] = []
@@ -83,20 +83,20 @@ def test_phases_draw_their_own_numbers_keyed_by_seed_step_part_and_phase() -> No
             drawn[-1].append(torch.rand(2))
             part.backward(losses(model, part.samples))
         step.reduce()
-    for phase, row in enumerate(drawn):
+    for round, row in enumerate(drawn):
         for number, values in enumerate(row):
-            seed_all(key(5, 2, number, 0, *([phase] if phase else [])))
-            assert torch.equal(values, torch.rand(2)), f"phase {phase}, part {number}; phase 0 as a step of one phase"
+            seed_all(key(5, 2, number, 0, *([round] if round else [])))
+            assert torch.equal(values, torch.rand(2)), f"round {round}, part {number}; round 0 as a step of one round"
     assert len({tuple(values.tolist()) for row in drawn for values in row}) == 12
 
 
-def test_all_phases_have_the_same_batches() -> None:
+def test_all_rounds_have_the_same_batches() -> None:
     model, data = nn.Linear(4, 3), TensorDataset(X, Y)
     team = paceline.Parts(model, DataLoader(data, batch_size=12), virtual_workers=4)
     for step in team.epoch(0):
         batches: list[list[Tensor]] = [[], []]
-        for phase in batches:
-            step.backward(lambda batch, phase=phase: phase.append(batch[0]) or F.cross_entropy(model(batch[0]), batch[1]))
+        for round in batches:
+            step.backward(lambda batch, round=round: round.append(batch[0]) or F.cross_entropy(model(batch[0]), batch[1]))
         assert all(torch.equal(one, other) for one, other in zip(*batches, strict=True))
 
 

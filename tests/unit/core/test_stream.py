@@ -40,8 +40,8 @@ def test_part_p_takes_every_parts_th_sample_in_order(samples: int, parts: int) -
     sampler = Sampler(samples, 8, parts, 0, dealt=True)
     order, taken = sampler.order(3), [list[int]() for _ in range(parts)]
     assert sorted(order) == list(range(samples))
-    for step in range(sampler.steps):
-        bounds = sampler.part_bounds(step)
+    for step in range(sampler.cut(3).steps):
+        bounds = sampler.part_bounds(3, step)
         assert (np.diff(bounds) > 0).all()
         for part in range(parts):
             taken[part] += order[bounds[part] : bounds[part + 1]].tolist()

@@ -1,4 +1,4 @@
-"""`paceline.print`, `save` and `total` in one process; tests/ranks/test_phases.py has several workers."""
+"""`paceline.print`, `save` and `total` in one process; tests/ranks/test_rounds.py has several workers."""
 
 from pathlib import Path
 

@@ -87,9 +87,9 @@ def by_hand(task: Task, options: dict[str, Any]) -> tuple[list[nn.Module], list[
                 optimizers.append(torch.optim.SGD(groups, run.update.schedule.peak_lr, 0.9, nesterov=True))
     data, losses = task.train(), []
     assert isinstance(data, Arrays)
-    for step in range(2 * sampler.steps):
-        epoch, number = divmod(step, sampler.steps)
-        order, bounds, total = sampler.order(epoch), sampler.part_bounds(number), 0.0
+    for step in range(sampler.first_step(2)):
+        epoch, number = sampler.place(step)
+        order, bounds, total = sampler.order(epoch), sampler.part_bounds(epoch, number), 0.0
         for part, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
             samples = order[bounds[part] : bounds[part + 1]].tolist()
             inputs, labels, _ = (tensor[samples] for tensor in data.tensors)
@@ -101,7 +101,7 @@ def by_hand(task: Task, options: dict[str, Any]) -> tuple[list[nn.Module], list[
             optimizer.zero_grad()
             total += loss.item() * len(labels)
         losses.append(total / (bounds[-1] - bounds[0]))
-        if (step + 1) % 3 == 0 or number == sampler.steps - 1:
+        if (step + 1) % 3 == 0 or number == sampler.cut(epoch).steps - 1:
             average(nets, optimizers)
     return nets, losses
 

@@ -23,11 +23,11 @@ def whole_batches(options: dict[str, Any]) -> tuple[dict[str, Any], list[float],
     run = build(task, make_config(dict(task.defaults), options), ALONE)
     optimizer, losses = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9, nesterov=True), []
     for epoch in range(2):
-        order, bounds = run.sampler.order(epoch), run.sampler.step_bounds
-        for number in range(run.sampler.steps):
+        order, bounds = run.sampler.order(epoch), run.sampler.cut(epoch).bounds
+        for number in range(run.sampler.cut(epoch).steps):
             samples = torch.from_numpy(order[bounds[number] : bounds[number + 1]])
             total, count = squares(run.model, (X[samples], Y[samples], MASK[samples]))
-            optimizer.param_groups[0]["lr"] = run.update.schedule.lr(epoch * run.sampler.steps + number)
+            optimizer.param_groups[0]["lr"] = run.update.schedule.lr(run.sampler.first_step(epoch) + number)
             optimizer.zero_grad()
             loss = total.sum() / count.sum()
             loss.backward()

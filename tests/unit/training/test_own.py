@@ -107,8 +107,8 @@ def test_a_plain_loop_of_pytorch_gives_the_same_weights(optimizer):
     plain = OPTIMIZERS[optimizer](model.parameters())
     scheduler, seen = SCHEDULES["StepLR"](plain), []
     for epoch in range(3):
-        order, bounds = run.sampler.order(epoch), run.sampler.step_bounds
-        for i in range(run.sampler.steps):
+        order, bounds = run.sampler.order(epoch), run.sampler.cut(epoch).bounds
+        for i in range(run.sampler.cut(epoch).steps):
             samples = torch.from_numpy(order[bounds[i] : bounds[i + 1]])
             plain.zero_grad()
             seen.append(plain.param_groups[0]["lr"])

@@ -71,7 +71,7 @@ def test_the_schedule_applies_to_all_optimizers() -> None:
     rows = own.watcher.steps
     assert [row["lr_first"] for row in rows] == pytest.approx([0.1, 0.05, 0.025])
     assert [row["lr_last"] for row in rows] == pytest.approx([0.01, 0.005, 0.0025])
-    assert all(row["loss"] < row["before"] for row in rows), "the second phase sees the weights that the first has changed"
+    assert all(row["loss"] < row["before"] for row in rows), "the second round sees the weights that the first has changed"
 
 
 @pytest.mark.parametrize(

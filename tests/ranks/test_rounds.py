@@ -1,4 +1,4 @@
-"""Steps of several phases, and what a script of one's own does once for all workers, on 1, 2 and 3 workers."""
+"""Steps of several rounds, and what a script of one's own does once for all workers, on 1, 2 and 3 workers."""
 
 import contextlib
 import io
@@ -55,12 +55,12 @@ def alternate(world: World, reduce: Any, freeze: bool) -> tuple[str, list[float]
 
 
 @pytest.mark.parametrize("freeze", [False, True])
-def test_two_phases_train_the_same_bits_on_1_2_and_3_workers(freeze: bool) -> None:
+def test_two_rounds_train_the_same_bits_on_1_2_and_3_workers(freeze: bool) -> None:
     found = [result[:2] for workers in (1, 2, 3) for result in run_workers(alternate, workers, "exact", freeze)]
     assert all(other == found[0] for other in found[1:])
 
 
-def test_two_phases_agree_to_rounding_in_fast_mode() -> None:
+def test_two_rounds_agree_to_rounding_in_fast_mode() -> None:
     found = [result for workers in (1, 2, 3) for result in run_workers(alternate, workers, "fast", True)]
     for _, told, values in found[1:]:
         assert told == pytest.approx(found[0][1], rel=1e-4, abs=1e-5)
