@@ -158,9 +158,9 @@ def test_exact_mode_has_the_same_bits_captured_or_not(
     assert slow.result.model_sha256 == quick.result.model_sha256
 
 
-@pytest.mark.parametrize(("killed_at", "mode"), [(60, "off"), (100, "auto"), (145, "auto")])
+@pytest.mark.parametrize("killed_at", [60, 100, 145])
 def test_killed_in_one_phase_and_resumed_in_another(
-    here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int, mode: str
+    here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int
 ) -> None:
     """Checkpoints are from step 47, from step 94, where the next phase begins with more parts, and from step 141."""
     options = {**NORM, **EXACT, "checkpoint_every": "47"}
@@ -176,8 +176,8 @@ def test_killed_in_one_phase_and_resumed_in_another(
         patch.setattr(CapturedStep, "__call__", until)
         with pytest.raises(KeyboardInterrupt):
             train(here, options, tmp_path)
-    resumed = train(here, {**options, "fast": mode}, tmp_path, resumes=True)
-    assert is_captured(resumed) == (mode == "auto")
+    resumed = train(here, options, tmp_path, resumes=True)
+    assert is_captured(resumed), resumed.watcher.notes
     assert column(resumed, "step")[0] == killed_at // 47 * 47 + 1
     assert resumed.result.model_sha256 == calm.result.model_sha256
 
