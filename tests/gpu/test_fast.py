@@ -17,6 +17,7 @@ from paceline.dist.world import World, world
 from paceline.training import tasks
 from paceline.training.build import build
 from paceline.training.capture import captured as fast
+from paceline.training.capture.replay import CapturedStep
 from paceline.training.loop import make_clock, make_step
 from paceline.training.task import Task, classify
 from paceline.training.validation import Validation
@@ -228,7 +229,7 @@ def test_a_run_is_left_as_it_was(here: World) -> None:
     run = build(task, config, here)
     before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     rows = [tensor.clone() for tensor in run.parts.statistics.tensors()]
-    assert isinstance(fast.capture(run, make_step(run, make_clock(run)), 0, print), fast.CapturedStep)
+    assert isinstance(fast.capture(run, make_step(run, make_clock(run)), 0, print), CapturedStep)
     assert all(tensor.equal(before[name]) for name, tensor in run.model.state_dict().items())
     assert all(a.equal(b) for a, b in zip(rows, run.parts.statistics.tensors(), strict=True))
     assert all(not value.any() for state in run.update.optimizer.state.values() for value in state.values())

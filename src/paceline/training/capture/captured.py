@@ -25,7 +25,7 @@ from paceline.core.trees import tensors_in
 from paceline.dist.agree import any_reason
 from paceline.errors import PacelineError, first_line
 from paceline.output import stages
-from paceline.phases import Phase, make_phases
+from paceline.phases import Phase, is_auto, make_phases
 from paceline.training.build import Run
 from paceline.training.capture.graph import Body, Graph, compiler, find_obstacle
 from paceline.training.capture.kept import Kept, Outcome, State, tensors_of
@@ -116,22 +116,18 @@ class _Trials:
         why = any_reason(run.world, why)
         if why:
             return None, why
-        graph, weighted, not_compiled = None, None, "exact mode"
+        compiled, weighted, graph, not_compiled = None, None, None, "exact mode"
         if config.reduce == "fast" and config.fast == "on":
-            weighted, not_compiled = self._compile([full, *others])
-        if weighted is None:
+            compiled, weighted, not_compiled = self._record_compiled(full, others, expected)
+        if compiled is None:
             graph, why = self._record(full, expected)
             if graph is None:
                 return None, why
             if config.reduce == "fast" and config.fast == "auto":
                 not_compiled = "the run is short"
                 if self._is_long(full, graph):
-                    weighted, not_compiled = self._compile([full, *others])
-        if weighted is not None:
-            better, why = self._record(full, expected, weighted)
-            if better is None and graph is None:
-                return None, why
-            graph, weighted, not_compiled = better or graph, weighted if better else None, why
+                    compiled, weighted, not_compiled = self._record_compiled(full, others, expected)
+        graph = compiled or graph
         assert graph is not None
         graphs = {kind_of(full.step): (full, graph), **self._record_more(others, weighted), **self._record_more(self._tails())}
         captured = CapturedStep(self.plain, graphs, weighted is not None, self.say, self._take_state())
@@ -141,9 +137,10 @@ class _Trials:
     def _phases(self) -> list[Phase]:
         """The kinds of full steps that are still to come, or may come. The next one is first."""
         run, sampler = self.run, self.run.sampler
-        later = [phase for phase in sampler.phases if sampler.step_at(phase.start) > self.at]
+        before, end = map(sampler.count_by_phase, (self.at, run.plain_until))
+        later = [phase for phase, done, count in zip(sampler.phases, before, end, strict=True) if count > done]
         batch = sampler.phases[-1].global_batch
-        while batch < sampler.global_batch:  # `--batch-schedule auto`
+        while is_auto(run.config.batch_schedule) and batch < sampler.global_batch:
             batch *= 2
             later.append(make_phases([(0.0, batch), (1.0, sampler.global_batch)], sampler.parts, run.config.smallest_part)[0])
         found = dict.fromkeys(replace(phase, start=0.0) for phase in (sampler.phase_of(self.at), *later))
@@ -241,13 +238,27 @@ class _Trials:
         if why and self.run.world.size > 1 and self.run.config.reduce == "fast":
             raise PacelineError(f"the step could not be recorded as a CUDA graph ({why}): start again with --fast off")
         if graph is None or why:
-            return None, why  # DDP could not go on from the middle of a step: hence the error above
+            return self._fail(why)  # DDP could not go on from the middle of a step: hence the error above
         case.seed()
         found = self._outcome(graph(case.inputs))
         if not found.is_like(expected, 0.05):
             why = f"its replay gives loss {found.loss:.5g} instead of {expected.loss:.5g}, or moves the weights differently"
         why = any_reason(self.run.world, why)
-        return (None if why else graph), why
+        return self._fail(why) if why else (graph, "")
+
+    def _fail(self, why: str) -> tuple[None, str]:
+        """A graph could not be recorded, for this reason. The next one has memory of its own: torch may still count the failed
+        one as recording, or the pool as freed, and then refuses it."""
+        self._pool = torch.cuda.graph_pool_handle()
+        return None, why
+
+    def _record_compiled(
+        self, full: Case, others: Sequence[Case], expected: Outcome
+    ) -> tuple[Graph | None, Weighted | None, str]:
+        """The same for the compiled step, and the compiled pass, which the other cases can use too."""
+        weighted, why = self._compile([full, *others])
+        graph, why = (None, why) if weighted is None else self._record(full, expected, weighted)
+        return graph, None if graph is None else weighted, why
 
     def _compile(self, cases: Sequence[Case]) -> tuple[Weighted | None, str]:
         """The compiled pass, ready for the shapes of all cases; or None and why not."""
@@ -290,12 +301,18 @@ class _Trials:
         """Graphs of further kinds of steps, where they can be recorded: the others run plain."""
         found = {}
         for case in cases:
-            if any_reason(self.run.world, self._two_seeds(case)):
-                continue
-            with _tuned(torch.backends.cudnn.benchmark and case.step.samples == case.step.phase.global_batch):
-                graph, _ = self._record(case, self._run_plain(case), weighted)
+            batch, is_full = case.step.phase.global_batch, case.step.samples == case.step.phase.global_batch
+            graph, why = None, any_reason(self.run.world, self._two_seeds(case))
+            if not why:
+                with _tuned(torch.backends.cudnn.benchmark and is_full):
+                    expected = self._run_plain(case)
+                    graph, why = self._record(case, expected, weighted)
+                    if graph is None and weighted is not None:
+                        graph, why = self._record(case, expected)
             if graph is not None:
                 found[kind_of(case.step)] = case, graph
+            elif is_full:
+                self.say(f"steps of a global batch of {batch:,} run without a CUDA graph: {why}")
         return found
 
     def _tails(self) -> list[Case]:
