@@ -40,7 +40,11 @@ def worth(options: dict[str, Any]) -> float:
 
 
 def searched() -> dict[str, Any]:
-    runs = [{"arm": name, "options": options, "accuracy": [0.1, worth(options)]} for name, options in FACTORS.items()]
+    runs = [
+        {"arm": name, "seed": seed, "options": options, "accuracy": [0.1, worth(options) + seed / 100]}
+        for seed in (0, 1)
+        for name, options in FACTORS.items()
+    ]
     return {"common": {}, "runs": runs}
 
 
