@@ -1,8 +1,9 @@
 """`--batch-schedule auto`: double the global batch as the measured noise scale grows.
 
-The noise scale is the global batch at which noise and gradient are equally large (`core/noise.py`). Below it, a step of twice
-the batch is worth almost two steps; above it, hardly more than one. Early in training it is small: large steps would waste
-samples. So a run starts with a small batch, and doubles it when the noise scale is more than `RATIO` times the batch.
+The noise scale is the global batch at which noise and gradient are equally large (`core/noise.py`). Far below it, a step of
+twice the batch is worth almost two steps; far above it, hardly more than one. Early in training the noise scale is small: large
+steps would waste samples. So a run starts with a small batch, and doubles it whenever the noise scale is more than `RATIO` times
+the batch.
 
 The decision is taken at fixed places of an epoch, from numbers that all workers have, so every worker takes the same one; in
 exact mode it is the same on any number of workers. Checkpoints hold the phases so far. A run with the phases that were found as
@@ -14,8 +15,8 @@ from paceline.core.parts import Step
 from paceline.phases import make_phases
 from paceline.training.build import Run
 
-RATIO = 2.0
-"""The batch doubles when the noise scale is more than this many times as large."""
+RATIO = 0.25
+"""The batch doubles when the noise scale is more than this fraction of it."""
 _PLACES = 8
 """Decisions per epoch, at most one after each step."""
 _LEAST = 8
