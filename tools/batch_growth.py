@@ -86,7 +86,7 @@ def pack_results(folder: Path) -> dict[str, Any]:
 
 def effects(search: dict[str, Any]) -> list[tuple[str, Any, Any, float, float]]:
     """What each setting of the factorial runs is worth: its name, low and high value, the difference in accuracy (high - low)
-    and the standard error of that, by least squares.
+    and the standard error of that, by least squares. Every seed has a mean of its own.
     """
     import numpy as np
 
@@ -96,15 +96,16 @@ def effects(search: dict[str, Any]) -> list[tuple[str, Any, Any, float, float]]:
     levels = {name: values for name, values in levels.items() if len(values) == 2}
     if "schedule" in levels:
         levels["schedule"].reverse()  # linear is the usual one
-    signs = [[1.0] + [1.0 if run["options"].get(n) == high else -1.0 for n, (_, high) in levels.items()] for run in runs]
-    table, accuracy = np.array(signs), np.array([run["accuracy"][-1] for run in runs])
+    signs = [[1.0 if run["options"].get(n) == high else -1.0 for n, (_, high) in levels.items()] for run in runs]
+    blocks = [[float(run["seed"] == seed) for seed in sorted({run["seed"] for run in runs})] for run in runs]
+    table, accuracy = np.hstack([signs, blocks]), np.array([run["accuracy"][-1] for run in runs])
     solution, _, rank, _ = np.linalg.lstsq(table, accuracy, rcond=None)
     if rank < table.shape[1]:
         raise SystemExit(f"{len(runs)} factorial runs are too few to tell {len(levels)} settings apart: all 16 are needed")
     left = accuracy - table @ solution
     variance = float(left @ left) / max(1, len(runs) - table.shape[1])
     errors = np.sqrt(variance * np.diag(np.linalg.inv(table.T @ table)))
-    found = zip(levels.items(), solution[1:], errors[1:], strict=True)
+    found = zip(levels.items(), solution, errors, strict=False)  # what follows belongs to the seeds
     return [(name, low, high, 2 * float(value), 2 * float(error)) for (name, (low, high)), value, error in found]
 
 

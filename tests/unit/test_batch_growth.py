@@ -3,11 +3,16 @@
 import importlib.util
 import json
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from paceline.core.sampler import Sampler
+from paceline.phases import make_phases, parse_batch_schedule
+from paceline.study.study import read_study
 
 ROOT = Path(__file__).parents[2]
 SEARCH = tomllib.loads((ROOT / "studies" / "search" / "growth_search.toml").read_text())
@@ -35,7 +40,11 @@ def worth(options: dict[str, Any]) -> float:
 
 
 def searched() -> dict[str, Any]:
-    runs = [{"arm": name, "options": options, "accuracy": [0.1, worth(options)]} for name, options in FACTORS.items()]
+    runs = [
+        {"arm": name, "seed": seed, "options": options, "accuracy": [0.1, worth(options) + seed / 100]}
+        for seed in (0, 1)
+        for name, options in FACTORS.items()
+    ]
     return {"common": {}, "runs": runs}
 
 
@@ -54,6 +63,21 @@ def test_every_factor_is_high_in_half_of_the_runs_and_independent_of_the_others(
     signs = np.array([[1 if arm[name] == highest[name] else -1 for name in names] for arm in FACTORS.values()])
     assert (signs.T @ signs == 16 * np.eye(len(names))).all()
     assert (signs.sum(0) == 0).all()
+
+
+@pytest.mark.parametrize("path", ["growth.toml", "search/growth_search.toml"])
+def test_growing_batches_take_at_most_200_steps(path):
+    study = read_study(ROOT / "studies" / path)
+    counts = {arm.name: count(arm.options) for arm in study.arms if arm.options.get("batch_schedule", "auto")[:4] != "auto"}
+    assert counts.pop("sgd to 8192, 731 steps", 731) == 731
+    assert 9 <= len(counts) == sum(150 < steps <= 200 for steps in counts.values())
+
+
+def count(options: Mapping[str, Any]) -> int:
+    """The steps of 10 epochs of Fashion-MNIST."""
+    phases = make_phases(parse_batch_schedule(options["batch_schedule"]), options["virtual_workers"], options["smallest_part"])
+    sampler = Sampler(60_000, options["global_batch"], options["virtual_workers"], seed=0, phases=phases)
+    return sampler.first_step(options["epochs"])
 
 
 def test_effects_are_found(tool):
