@@ -95,7 +95,7 @@ def measure(world: World, model: str, rounds: int, folder: Path) -> dict[str, An
             row = {
                 "added_s": (times[str(EVERY)] - times["0"]) / len(stalls),
                 "stall_s": statistics.median(stalls),
-                "step_s": times["0"] / run.sampler.steps,
+                "step_s": times["0"] / run.sampler.cut(0).steps,
             }
             rows.append(row)
             if world.is_main:

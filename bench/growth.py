@@ -73,7 +73,7 @@ SHAPES = {  # what is measured -> the growth that is expected
     "checkpoint": "linear",
     "build": "linear",
     "order of an epoch": "n log n",
-    "plan of an epoch": "linear",
+    "plan of an epoch": "n log n",  # it includes the order
     "bytes of order and plan": "linear",
     ONE_PART: "constant",
     ALL_PARTS: "constant",  # always 8,192 samples per step, in another order
@@ -333,14 +333,13 @@ def _sample_costs(world: World, repeats: int) -> Found:
         )
         config = tasks.configure(task, {"model": "linear", "reference_batch": PART_BATCH})
         sampler = Sampler(samples, PART_BATCH, 1, 0)
-        order = sampler.order(0)
 
-        def plan(sampler: Sampler = sampler, order: np.ndarray = order) -> list[Any]:
-            return cut_epoch(sampler, order, range(sampler.steps), [range(1)], 1)
+        def plan(sampler: Sampler = sampler, epoch: int = 0) -> list[Any]:
+            return cut_epoch(sampler, epoch, range(sampler.cut(epoch).steps), lambda parts: [range(1)], 1)
 
         def bytes_held(sampler: Sampler = sampler, plan: Callable[..., Any] = plan) -> float:
             tracemalloc.start()
-            kept = plan(sampler, sampler.order(1))
+            kept = plan(sampler, 1)
             held, _ = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             assert kept
@@ -363,10 +362,10 @@ def by_parts(repeats: int) -> Found:
     for parts in PARTS:
         for what, global_batch, workers in ((ONE_PART, PART_BATCH * parts, parts), (ALL_PARTS, 8192, 1)):
             sampler = Sampler(8 * global_batch, global_batch, parts, 0)
-            order, groups = sampler.order(0), deal_parts(parts, workers, 0, parts, whole_groups=False)
+            groups = deal_parts(parts, workers, 0, parts, whole_groups=False)
 
-            def plan(sampler: Sampler = sampler, order: np.ndarray = order, groups: list[range] = groups) -> list[Any]:
-                return cut_epoch(sampler, order, range(sampler.steps), groups, 1)
+            def plan(sampler: Sampler = sampler, groups: list[range] = groups) -> list[Any]:
+                return cut_epoch(sampler, 0, range(sampler.cut(0).steps), lambda parts: groups, 1)
 
             found.setdefault(what, {})[parts] = [_cpu_s(plan, 200) for _ in range(repeats)]
     return found

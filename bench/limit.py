@@ -297,7 +297,7 @@ class Watcher:
     def __init__(self, run: Run) -> None:
         self.speeds: list[float] = []
         self._on_gpu = run.world.device.type == "cuda"
-        self._first = run.sampler.steps * EPOCHS - run.sampler.steps // 2 - PROFILED // 2
+        self._first = run.sampler.first_step(EPOCHS) - run.sampler.cut(0).steps // 2 - PROFILED // 2
         self._profile = profile(activities=[ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU])
         self._running = False
 

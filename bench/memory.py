@@ -59,7 +59,7 @@ def measure(precision: str, recompute: bool) -> dict[str, object]:
             run.model.train()
             times, peak = [], 0
             for epoch in range(2):
-                steps = run.steps(epoch, range(run.sampler.steps))
+                steps = run.steps(epoch, range(run.sampler.cut(epoch).steps))
                 inputs = run.train.inputs([item.samples for each in steps for item in each.passes], epoch, lambda i: None)
                 for number, each in enumerate(steps):
                     torch.cuda.synchronize()

@@ -108,7 +108,7 @@ def plain_epoch(task: Task, config: Config, world: World) -> float:
     optimizer = make_optimizer(model, config)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     order = sampler.order(0)
-    plan = [order[slice(*sampler.part_bounds(i)[rank : rank + 2])] for i in range(sampler.steps)]
+    plan = [order[slice(*sampler.part_bounds(0, i)[rank : rank + 2])] for i in range(sampler.cut(0).steps)]
     model.train()
     dist.barrier()
     begin = time.perf_counter()

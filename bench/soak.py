@@ -10,6 +10,7 @@ sample of every epoch must have been trained on exactly once.
 """
 
 import argparse
+import itertools
 import os
 import random
 import re
@@ -153,9 +154,9 @@ def rows(record: Path) -> list[dict[str, Any]]:
 def every_sample_once() -> bool:
     sampler, steps = Sampler(faults.SAMPLES, GLOBAL_BATCH, PARTS, 0), faults.samples_by_step()
     for epoch in range(EPOCHS):
-        for i in range(sampler.steps):
-            expected = sampler.order(epoch)[sampler.step_bounds[i] : sampler.step_bounds[i + 1]]
-            if sorted(steps.pop(epoch * sampler.steps + i, [])) != sorted(expected.tolist()):
+        for i, (start, stop) in enumerate(itertools.pairwise(sampler.cut(epoch).bounds)):
+            expected = sampler.order(epoch)[start:stop]
+            if sorted(steps.pop(sampler.first_step(epoch) + i, [])) != sorted(expected.tolist()):
                 return False
     return not steps
 
