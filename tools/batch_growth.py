@@ -23,6 +23,7 @@ from paceline.records import read_metrics  # noqa: E402
 from paceline.study.results import final_values  # noqa: E402
 
 SEARCH, RESULTS, PICTURE = ("studies/growth_search.json", "studies/results/growth.json", "docs/img/growth.svg")
+BATCH = "studies/results/batch.json"
 FACTORS = "factors "
 _MACHINE = ("machine", "openmp")  # of the environment: not about the results
 _NOTE = re.compile(r"CUDA graph|noise scale is")
@@ -76,8 +77,10 @@ def _command(words: list[str]) -> list[str]:
 
 
 def pack_results(folder: Path) -> dict[str, Any]:
-    """The results of the study without what is about the machine's folders."""
+    """The results of the study, without arms that have no run yet and without what is about the machine's folders."""
     found: dict[str, Any] = read_json(folder / "study.json")
+    ended = {run["arm"] for run in found["runs"]}
+    found["study"]["arms"] = {name: arm for name, arm in found["study"]["arms"].items() if name in ended}
     about = {key: value for key, value in found["environment"].items() if key not in _MACHINE}
     found["environment"] = {**about, "command": _command(about["command"])}
     found["runs"] = [{key: value for key, value in run.items() if key != "record"} for run in found["runs"]]
@@ -139,13 +142,24 @@ REFERENCES = {"muon 512": "Muon, constant 512", "sgd 128": "SGD, constant 128"}
 BATCHES = (4096, 8192, 16384, 32768, 60000)
 
 
-def points(growth: dict[str, Any], batch: dict[str, Any]) -> dict[str, list[tuple[int, float, int]]]:
-    """For each line of the picture: largest batch, mean accuracy, steps. Constant batches may come from studies/batch.toml."""
+def single_runs(search: dict[str, Any]) -> dict[str, Any]:
+    """The best run of the search for each constant batch of Muon, in the form of results: for batches the study has not run."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in search["runs"]:
+        named = re.fullmatch(r"(muon \d+), lr [.\d]+", run["arm"])
+        if named and run["accuracy"][-1] > found.get(named[1], {"metrics": {"accuracy": 0.0}})["metrics"]["accuracy"]:
+            accuracy = {"accuracy": run["accuracy"][-1]}
+            found[named[1]] = {"arm": named[1], "status": "done", "steps": run["steps"], "metrics": accuracy}
+    return {"metric": "accuracy", "runs": list(found.values())}
+
+
+def points(growth: dict[str, Any], *others: dict[str, Any]) -> dict[str, list[tuple[int, float, int]]]:
+    """For each line of the picture: largest batch, mean accuracy, steps. Constant batches may come from other results."""
     found: dict[str, list[tuple[int, float, int]]] = {}
     for line in LINES:
         for size in BATCHES:
             older = f"{line.replace('sgd', 'nesterov')} {size}"
-            for results, arm in ((growth, f"{line} {size}"), (batch, older)):
+            for results, arm in ((growth, f"{line} {size}"), *((each, older) for each in others)):
                 values = final_values(results, arm)
                 if values:
                     found.setdefault(line, []).append((size, statistics.mean(values), _steps(results, arm)))
@@ -157,9 +171,9 @@ def _steps(results: dict[str, Any], arm: str) -> int:
     return next(int(run["steps"]) for run in results["runs"] if run["arm"] == arm and run["steps"])
 
 
-def draw(growth: dict[str, Any], batch: dict[str, Any]) -> str:
+def draw(growth: dict[str, Any], *others: dict[str, Any]) -> str:
     """Accuracy against the largest batch. The vertical axis is logarithmic in the error, 1 - accuracy."""
-    lines = points(growth, batch)
+    lines = points(growth, *others)
     marks = {name: statistics.mean(final_values(growth, name)) for name in REFERENCES if final_values(growth, name)}
     shown = [accuracy for line in lines.values() for _, accuracy, _ in line] + list(marks.values())
     best, worst = max(shown) + 0.003, min(shown) - 0.02
@@ -224,8 +238,8 @@ def main() -> None:
     elif args.what == "effects":
         print(effects_table(json.loads((ROOT / SEARCH).read_text())))
     else:
-        batch = json.loads((ROOT / "studies/results/batch.json").read_text())
-        (ROOT / PICTURE).write_text(draw(json.loads((ROOT / RESULTS).read_text()), batch))
+        growth, batch, search = (json.loads((ROOT / path).read_text()) for path in (RESULTS, BATCH, SEARCH))
+        (ROOT / PICTURE).write_text(draw(growth, batch, single_runs(search)))
 
 
 if __name__ == "__main__":

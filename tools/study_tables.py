@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
+from batch_growth import single_runs  # noqa: E402
 from paceline.optim import OPTIMIZERS  # noqa: E402
 from paceline.status import Status  # noqa: E402
 from paceline.study.results import compare_arm, difference_words, final_values  # noqa: E402
@@ -31,8 +32,8 @@ def batch_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def growth_table(growth: dict[str, Any], batch: dict[str, Any]) -> str:
-    """Constant and growing batches, by the largest batch. Constant ones that the study did not repeat are those of `batch`."""
+def growth_table(growth: dict[str, Any], *others: dict[str, Any]) -> str:
+    """Constant and growing batches, by the largest batch. Constant ones that the study did not repeat are from `others`."""
     reference = growth["study"]["reference"]
     lines = [
         f"| | largest batch | constant | steps | growing | steps | growing, against {_title(reference)} |",
@@ -44,10 +45,12 @@ def growth_table(growth: dict[str, Any], batch: dict[str, Any]) -> str:
     for line, size in GROWN:
         constant, growing = f"{line} {size}", f"{line} to {size}"
         older = constant.replace("sgd", "nesterov")
-        source, name = (growth, constant) if final_values(growth, constant) else (batch, older)
-        cells = [_title(line), f"{size:,}", _cell(final_values(source, name)), f"{_steps(source, name)}"]
-        verdict = difference_words(compare_arm(growth, growing), "accuracy")
-        cells += [_cell(final_values(growth, growing)), f"{_steps(growth, growing)}", verdict]
+        sources = [(growth, constant), *((each, older) for each in others)]
+        source, name = next(((each, arm) for each, arm in sources if final_values(each, arm)), sources[0])
+        cells = [_title(line), f"{size:,}", _cell(final_values(source, name)), f"{_steps(source, name) or '-'}"]
+        grown = bool(final_values(growth, growing))
+        verdict = difference_words(compare_arm(growth, growing), "accuracy") if grown else "not run"
+        cells += [_cell(final_values(growth, growing)), f"{_steps(growth, growing) or '-'}", verdict]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -124,6 +127,8 @@ def tables() -> dict[str, str]:
     """All tables of the page, by name."""
     results = {path.stem: read(f"studies/results/{path.name}") for path in (ROOT / "studies" / "results").glob("*.json")}
     return {
+        "growth": growth_table(results["growth"], results["batch"], single_runs(read("studies/growth_search.json"))),
+        "schedules": schedule_table(results["growth"]),
         "batch": batch_table(results["batch"]),
         "ingredients": arm_table(results["ingredients"]),
         "workers": arm_table(results["workers"], results["workers-cnn"]),

@@ -70,11 +70,11 @@ def test_gpu_numbers_are_the_committed_result() -> None:
     assert f"{found['checkpoint']['median_ms']:.1f} ms" in page("recovery")
 
 
-@pytest.mark.parametrize("name", ["batch", "ingredients", "workers", "course", "step", "registry"])
+@pytest.mark.parametrize("name", ["growth", "schedules", "batch", "ingredients", "workers", "course", "step", "registry"])
 def test_optimizer_tables_show_the_committed_results(name: str) -> None:
     table = load("study_tables", "tools").tables()[name]
     assert table in page("optimizers")
-    assert name != "batch" or table in page("batches")
+    assert name not in ("batch", "growth") or table in page("batches")
 
 
 def test_optimizer_step_ratios_are_the_committed_result() -> None:
@@ -89,15 +89,17 @@ def test_optimizer_step_ratios_are_the_committed_result() -> None:
 
 def test_packaged_recipes_are_the_studys_arms() -> None:
     """The comment in a recipe states what its arm reached, and its options are the arm's."""
-    study = tomllib.loads((ROOT / "studies" / "batch.toml").read_text())
-    runs = json.loads((ROOT / "studies" / "results" / "batch.json").read_text())["runs"]
-    for batch in (128, 1024, 4096, 8192, 16384):
-        text = (ROOT / "recipes" / f"batch-{batch}.toml").read_text()
-        accuracies = [run["metrics"]["accuracy"] for run in runs if run["arm"] == f"muon {batch}"]
-        assert f"{statistics.mean(accuracies):.4f} in 10 epochs (n = {len(accuracies)}" in text
-        assert make_config({**study["options"], **study["arms"][f"muon {batch}"]}) == make_config(
-            tomllib.loads(text), {"checkpoint_every": "0"}
-        )
+    small, large = {128: "muon 128", 1024: "muon 1024"}, {b: f"muon to {b}" for b in (4096, 8192, 16384, 32768)}
+    for name, arms in (("batch", small), ("growth", large)):
+        study = tomllib.loads((ROOT / "studies" / f"{name}.toml").read_text())
+        runs = json.loads((ROOT / "studies" / "results" / f"{name}.json").read_text())["runs"]
+        for batch, arm in arms.items():
+            text = (ROOT / "recipes" / f"batch-{batch}.toml").read_text()
+            accuracies = [run["metrics"]["accuracy"] for run in runs if run["arm"] == arm]
+            assert f"{statistics.mean(accuracies):.4f} in 10 epochs (n = {len(accuracies)}" in text
+            assert make_config({**study["options"], **study["arms"][arm]}) == make_config(
+                tomllib.loads(text), {"checkpoint_every": "0"}
+            )
 
 
 @pytest.fixture(autouse=True)
