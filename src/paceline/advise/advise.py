@@ -12,8 +12,10 @@ from paceline.errors import RecordError, UsageError
 from paceline.output import make_table
 from paceline.plan.cluster import HERE
 from paceline.plan.fields import load, own_flags, table_of, task_of, whole, words
-from paceline.plan.measured import Measured, read_measured
-from paceline.plan.plan import Plan, Request, check_number, make_plan
+from paceline.plan.measured import read_measured
+from paceline.plan.plan import Plan, make_plan
+from paceline.plan.points import Measured
+from paceline.plan.request import Request, check_number
 from paceline.plan.target import doublings
 from paceline.plan.tradeoff import NoiseScale, examples_ratio, read_noise_scale, saved_by_doubling, steps_ratio
 from paceline.plan.words import bound_words, count_words, number_words, time_words
