@@ -1,6 +1,7 @@
 """`--against RECORD`: the measured training time of another run, to compare a prediction with."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +50,19 @@ def read_other(name: str, runs_dir: str) -> Other:
         raise RecordError(
             f"--against {path} does not say how long it trained ({words(error)}): give a record of paceline train"
         ) from None
-    spread = deviation(times) / mean(times) / math.sqrt(len(times)) if len(times) > 1 else 0.0
+    spread = _spread(times, [row.get("step") for row in rows])
     devices = str(contract.get("devices", ""))
     return Other(record=path.name, time_s=total, spread=spread, about=_describe(contract, rows[-1]), device=devices)
+
+
+def _spread(times: Sequence[float], steps: Sequence[Any]) -> float:
+    """The relative standard error of a sum of epoch times. Epochs with other numbers of steps are not compared."""
+    before = [0, *(step if isinstance(step, int) else 0 for step in steps)]
+    alike: dict[int, list[float]] = {}
+    for time, one, two in zip(times, before, before[1:], strict=False):
+        alike.setdefault(two - one, []).append(time)
+    relative = [time / mean(each) for each in alike.values() if len(each) > 1 for time in each]
+    return deviation(relative) / math.sqrt(len(times)) if len(relative) > 1 else 0.0
 
 
 def _describe(contract: Any, last: Any) -> str:

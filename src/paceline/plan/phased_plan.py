@@ -123,7 +123,7 @@ def introduce_schedule(plan: PhasedPlan) -> list[str]:
         " (--virtual-workers)",
         *others,
     ]
-    known = [number_words(point.samples) for point in measured.fewest()]
+    known = [f"{round(point.samples):,}" for point in measured.fewest()]
     if len(known) > 1:
         between = f"step times are interpolated between {list_words(known)} {measured.unit} per worker, as measured"
         lines.append(f"assumed: {between}")
@@ -217,7 +217,7 @@ def _say_beyond(model: Model, schedule: Schedule, counts: Sequence[int]) -> list
     beyond = [each for each in asked if not 0.9 * min(known) <= each <= 1.1 * max(known)]
     if not beyond:
         return []
-    measured = range_words(min(known), max(known)) if len(known) > 1 else number_words(known[0])
+    measured = " to ".join(f"{round(each):,}" for each in dict.fromkeys((min(known), max(known))))
     few = [each for each in beyond if each < min(known)]
     fix = " ".join(f"{2 * i}:{each}" for i, each in enumerate(sorted({*few, max(round(known[0]), max(asked))}, reverse=True)))
     return [

@@ -14,7 +14,7 @@ from paceline.plan.measured import read_measured
 from paceline.plan.model import Mode, Model
 from paceline.plan.points import Measured
 from paceline.plan.target import counts_up_to, place_limit
-from paceline.plan.words import list_words, number_words
+from paceline.plan.words import list_words
 from paceline.records import find_record
 
 MOST_ASKED = 1_000_000
@@ -194,7 +194,7 @@ def introduce_record(
     measured, cluster = model.measured, model.cluster
     counts = list_words([f"{workers:,}" for workers in dict.fromkeys(point.workers for point in measured.points)])
     counts += " worker" if counts == "1" else " workers"
-    samples = list_words([number_words(each) for each in dict.fromkeys(point.samples for point in measured.fewest())])
+    samples = list_words([f"{round(each):,}" for each in dict.fromkeys(point.samples for point in measured.fewest())])
     about = f"{cluster.name}, {cluster.about}" if cluster.about else cluster.name
     lines = [
         f"measured: {measured.task} with {counts}, {samples} {measured.unit} per worker and step,"
