@@ -1,6 +1,7 @@
 """`paceline plan RECORD --cluster NAME`: speed, time and cost with 1 to 4096 workers, predicted from a record.
 
-    measured.py -> cluster.py -> draws.py -> model.py (a step of P workers) -> target.py (time, cost, returns) -> words.py
+    request.py (flags) -> measured.py -> cluster.py -> draws.py -> model.py (a step of P workers)
+    -> target.py (time, cost, returns) -> words.py; for a batch schedule: -> phased.py -> phased_plan.py
 
 `make_plan` does this and `plan_verb` prints it. Nothing here imports torch.
 """
