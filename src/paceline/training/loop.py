@@ -223,6 +223,7 @@ class _Fit:
     def _look_before(self, step: Step, epoch: int, begin: float) -> None:
         """Look at the steps of a phase that ends within an epoch, so that no health row has steps of two batches."""
         if self.phase is not None and step.phase != self.phase and self.health.has_steps:
+            self.step.mark("reduce")
             self.clock.end()
             samples = self._samples_done(epoch)
             self._look(epoch, samples, begin)
