@@ -44,6 +44,25 @@ def is_auto(text: str) -> bool:
     return word == AUTO
 
 
+def noise_ratio(optimizer: str, given: float | None = None) -> float:
+    """The batch doubles when the noise scale is more than this many times the batch: as given, or by the optimizer."""
+    return _NOISE_RATIOS.get(optimizer, _NOISE_RATIO) if given is None else given
+
+
+_NOISE_RATIO = 2.0
+_NOISE_RATIOS = {"muon": 0.25}  # it makes good use of large batches
+
+
+def check_starts(pairs: Sequence[tuple[float, int]], epochs: float) -> None:
+    """Raise a UsageError for a phase that would start after the run."""
+    late = next((start for start, _ in pairs if start >= epochs), None)
+    if late is not None:
+        raise UsageError(
+            f"--batch-schedule has a phase from epoch {late:g} on, but the run has {plural(int(epochs), 'epoch')}: give more"
+            " --epochs, or leave the phase out"
+        )
+
+
 def first_of_auto(text: str, global_batch: int) -> int:
     """The batch that `--batch-schedule auto` starts at: the one given, or global_batch / 32, or less often halved if odd."""
     given = text.partition(":")[2]

@@ -46,6 +46,59 @@ def make_training(tmp_path: Path) -> Make:
     return make
 
 
+@pytest.fixture
+def make_phased(tmp_path: Path) -> Make:
+    """Write a record of `paceline train` on one worker whose batch changed, and return its folder.
+
+    6,144 samples per epoch. A step of n samples takes `step_s(n)`: 2 ms of optimizer, the rest is compute.
+    """
+
+    def make(
+        name: str = "phased",
+        *,
+        phases: tuple[tuple[int, int, int], ...] = ((0, 256, 8), (2, 512, 8), (4, 1024, 8)),
+        epochs: int = 6,
+        step_s: Callable[[int], float] = phased_step_s,
+        noise: Callable[[float], float] | None = None,
+        **contract: Any,
+    ) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        listed, rows, step, time_s = [], [], 0, 0.0
+        for i, (start, batch, parts) in enumerate(phases):
+            end = phases[i + 1][0] if i + 1 < len(phases) else epochs
+            steps = 6144 // batch
+            about = {"global_batch": batch, "virtual_workers": parts, "part_batch": batch // parts}
+            listed.append({"start": float(start), **about, "steps": steps * (end - start)})
+            rows.append({"kind": "phase", "step": step, "epoch": float(start), **about})
+            for epoch in range(start, end):
+                for quarter in range(4 if noise else 0):
+                    at = epoch + (quarter + 1) / 4
+                    rows.append({"kind": "step", "step": step + steps * (quarter + 1) // 4, "noise_scale": noise(at)})
+                took, step = step_s(batch), step + steps
+                time_s += steps * took
+                components = {**dict.fromkeys(COMPONENTS_S, 0.0), "compute": took - 0.002, "optimizer": 0.002}
+                health = {"kind": "health", "step": step, "epoch": epoch + 1, "steps": steps, "step_s": took}
+                health |= {"samples_per_s": batch / took, "components_s": components, "gradient_bytes": 4_000_000}
+                rows.append(health)
+                timed = {"time_s": time_s, "epoch_time_s": steps * took, "val_accuracy": 0.9}
+                rows.append({"kind": "epoch", "epoch": epoch + 1, "step": step, **timed})
+        largest = max(batch for _, batch, _ in phases)
+        about = {"phases": listed, "virtual_workers": phases[-1][2], "global_batch": largest, "train_samples": 6144}
+        about |= {"epochs": epochs, "steps_per_epoch": 6144 // phases[-1][1], "optimizer": "sgd Nesterov 0.9"}
+        environment = {"task": "fashion-mnist-mini", "cores": 2, "contract": {**CONTRACT, **about, **contract}}
+        (folder / "environment.json").write_text(json.dumps(environment))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return folder
+
+    return make
+
+
+def phased_step_s(samples: int) -> float:
+    """Not a line: 6 ms at 256 samples, 8 ms at 512, 16 ms at 1,024."""
+    return {128: 0.005, 256: 0.006, 512: 0.008, 1024: 0.016}[samples]
+
+
 CONTRACT = {
     "task": "fashion-mnist-mini",
     "workers": 1,

@@ -1,22 +1,30 @@
 """`paceline advise`: how many workers are worth it, from a run's noise scale.
 
 The noise scale is the global batch beyond which more samples per step save few steps (`plan/tradeoff.py`). With a cluster, the
-advice is the count beyond which more workers stop saving time (`plan/target.py`), steps included. Nothing here imports torch.
+advice is the count beyond which more workers stop saving time (`plan/target.py`), steps included. If the batch of the run
+changed, the noise scale is told by phase, and the advice follows from the last one. If it grew, a batch schedule that grows
+with it is suggested (`growing.py`). Nothing here imports torch.
 """
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from paceline.advise.growing import GREW, Course, read_course, rehearsal, suggest_schedule
 from paceline.errors import RecordError, UsageError
 from paceline.output import make_table
+from paceline.phases import write_batch_schedule
 from paceline.plan.cluster import HERE
 from paceline.plan.fields import load, own_flags, table_of, task_of, whole, words
-from paceline.plan.measured import Measured, read_measured
-from paceline.plan.plan import Plan, Request, check_number, make_plan
+from paceline.plan.measured import read_measured
+from paceline.plan.phased_plan import PhasedPlan, make_scheduled_plan, phased_tables
+from paceline.plan.plan import Plan, make_plan
+from paceline.plan.points import Measured
+from paceline.plan.request import Request, check_number
 from paceline.plan.target import doublings
 from paceline.plan.tradeoff import NoiseScale, examples_ratio, read_noise_scale, saved_by_doubling, steps_ratio
-from paceline.plan.words import bound_words, count_words, number_words, time_words
+from paceline.plan.words import bound_words, count_words, number_words, range_words, time_words
 from paceline.records import read_metrics
 
 
@@ -38,6 +46,9 @@ class Facts:
     measured: Measured | None
     """Where a step's time goes; None if the record does not say."""
     plan: Plan | None
+    course: Course
+    phased: PhasedPlan | None = None
+    """The prediction for the record's own batch schedule."""
 
     def workers(self, batch: float) -> int:
         """The number of workers for about this global batch: at least one, at most what the training set has samples for."""
@@ -54,8 +65,12 @@ def advise_verb(record: str, cluster: str = "", speed: float = 1.0, runs_dir: st
 def advise(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir: str = "runs") -> list[str]:
     """Which worker counts are worth it, as lines of text; with a cluster (preset, file or `here`), also how fast they are."""
     facts = read_facts(record, cluster=cluster, speed=speed, runs_dir=runs_dir)
-    warnings = [f"warning: {each}" for each in facts.plan.warnings] if facts.plan else []
-    return [*_say_noise(facts), *warnings, "", _table(facts), "", *_say_hardware(facts), _say_next(facts)]
+    plan = facts.plan or facts.phased
+    warnings = [f"warning: {each}" for each in plan.warnings] if plan else []
+    lines = [*_say_phases(facts), *_say_noise(facts), *warnings, "", _table(facts), ""]
+    if facts.phased is not None:
+        lines += ["the whole run, with its batch schedule:", phased_tables(facts.phased), ""]
+    return [*lines, *_say_hardware(facts), *_say_growing(facts), _say_next(facts)]
 
 
 def read_facts(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir: str = "runs") -> Facts:
@@ -73,16 +88,20 @@ def read_facts(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir:
     if noise is None:
         raise RecordError(f"{record} did not measure the noise scale: {remedy}")
     task, flags, samples, batch, train = _read_contract(path)
-    measured = None
+    measured, course = None, _read_course(path, rows)
     try:
         measured = read_measured(path)
         batch = measured.base.global_batch
     except RecordError:
         if cluster:
             raise
-    plan = None
-    if cluster:
+    plan, phased = None, None
+    if cluster and measured is not None and len(measured.phases) > 1:
+        phased = make_scheduled_plan(Request(record=str(path), cluster=cluster, speed=speed, runs_dir=runs_dir), measured)
+    elif cluster:
         plan = make_plan(Request(record=str(path), cluster=cluster, speed=speed, samples=samples, runs_dir=runs_dir))
+    if course.phases:  # the noise scale grows: the last phase is closest to what is left to train
+        noise, batch = course.phases[-1][1], course.phases[-1][0].global_batch
     return Facts(
         noise=noise,
         samples=samples,
@@ -92,14 +111,61 @@ def read_facts(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir:
         train_samples=train,
         measured=measured,
         plan=plan,
+        course=course,
+        phased=phased,
     )
+
+
+def _read_course(path: Path, rows: list[dict[str, Any]]) -> Course:
+    contract = load(path / "environment.json").get("contract")
+    try:
+        return read_course(path, rows, contract if isinstance(contract, dict) else {})
+    except (KeyError, ValueError, TypeError) as error:
+        raise RecordError(f"{path}/metrics.jsonl cannot be read ({words(error)}): train again with --measure-noise") from None
+
+
+def _say_phases(facts: Facts) -> list[str]:
+    """The noise scale in each phase, if the batch changed."""
+    phases = facts.course.phases
+    if not phases:
+        return []
+    heads = ["from epoch", "batch", "noise scale", "quartiles", "noise scale / batch"]
+    cells = []
+    for phase, noise in phases:
+        shown = [number_words(noise.scale), range_words(noise.low, noise.high), f"{noise.scale / phase.global_batch:.2g}"]
+        cells.append([f"{phase.start:.3g}", f"{phase.global_batch:,}", *shown])
+    return [
+        make_table(heads, cells, left=0),
+        "",
+        f"What follows is about the last phase, at a batch of {facts.global_batch:,}.",
+    ]
+
+
+def _say_growing(facts: Facts) -> list[str]:
+    """The schedule that follows from the noise scale, if it grew."""
+    course = facts.course
+    first = course.phases[0][0].global_batch if course.phases else facts.samples
+    most = facts.train_samples // 2 if facts.train_samples else None
+    pairs = suggest_schedule(course, first, most)
+    if course.grew <= GREW and not course.phases:
+        return []
+    before, after = (number_words(each) for each in course.ends)
+    said = f"The noise scale {'grew' if course.grew > 1 else 'went'} from {before} to {after} samples during the run"
+    if not pairs:
+        return [f"{said}, never more than {course.ratio:g} times a batch of {first:,}: it does not suggest a larger batch."]
+    return [
+        f"{said}. Doubling the batch whenever it is more than {course.ratio:g} times the batch gives --batch-schedule"
+        f' "{write_batch_schedule(pairs)}". To measure its accuracy: paceline rehearse {facts.task}{facts.flags}'
+        f" {rehearsal(pairs, math.ceil(course.epochs[-1]))}."
+    ]
 
 
 def _say_noise(facts: Facts) -> list[str]:
     noise, samples = facts.noise, facts.samples
     few = "; from few rows, so a longer run would be more precise" if noise.rows < 10 else ""
+    over = "the last phase" if facts.course.phases else "the second half of the run"
     first = (
-        f"The noise scale is {number_words(noise.scale)} samples (quartiles over the second half of the run:"
+        f"The noise scale is {number_words(noise.scale)} samples (quartiles over {over}:"
         f" {number_words(noise.low)} and {number_words(noise.high)}{few})."
     )
     if noise.scale < samples:
@@ -135,10 +201,8 @@ def _table(facts: Facts) -> str:
         if predicted:
             cells += _predicted_cells(predicted.get(workers))
         rows.append(cells)
-    return (
-        make_table(heads, rows, left=0)
-        + f"\n(steps and examples relative to the measured run, at a global batch of {facts.global_batch:,})"
-    )
+    base = "a run at a constant" if facts.course.phases else "the measured run, at a"
+    return make_table(heads, rows, left=0) + f"\n(steps and examples relative to {base} global batch of {facts.global_batch:,})"
 
 
 def _predicted_cells(row: dict[str, float] | None) -> list[str]:
@@ -150,8 +214,9 @@ def _predicted_cells(row: dict[str, float] | None) -> list[str]:
 
 def _say_hardware(facts: Facts) -> list[str]:
     """What communication costs, if it was measured or can be predicted."""
-    if facts.plan is not None:
-        returns, cluster = facts.plan.returns, facts.plan.model.cluster
+    plan = facts.plan or facts.phased
+    if plan is not None:
+        returns, cluster = plan.returns, plan.model.cluster
         where = "here" if cluster.name == HERE else f"on {cluster.name}"
         if returns.stop_at is None:
             return [f"Communication does not end returns sooner: {where}, they continue up to {count_words(returns.most)}."]
@@ -169,8 +234,9 @@ def _say_hardware(facts: Facts) -> list[str]:
 def _say_next(facts: Facts) -> str:
     low, worth, high = (facts.workers(n) for n in (facts.noise.low, facts.noise.scale, facts.noise.high))
     width = f" ({low:,} to {high:,} from the noise scale's quartiles)" if low < high else ""
-    if facts.plan is not None:
-        worth, width = facts.plan.returns.stop_at or facts.plan.returns.most, ""
+    plan = facts.plan or facts.phased
+    if plan is not None:
+        worth, width = plan.returns.stop_at or plan.returns.most, ""
     elif _ends_early(facts):
         width = " (more would need more than the training set per step)"
     said = f"Worth it: up to about {count_words(worth)}{width}."

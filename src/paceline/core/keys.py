@@ -1,7 +1,8 @@
 """Random numbers that belong to a sample or a part, never to a rank (law 3).
 
 A key is a 64-bit hash of (seed, epoch or step, sample or part). It is computed by integer arithmetic alone (splitmix64), in
-numpy for orders and in torch for batches on the device. So it is the same on every device, version and number of workers.
+numpy for orders (`hashes.py`) and in torch for batches on the device. So it is the same on every device, version and number of
+workers.
 """
 
 import random
@@ -10,32 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_MASK = (1 << 64) - 1
+from paceline.core.hashes import GOLDEN, MASK, MIX1, MIX2, key, keys_numpy
 
-
-def key(*numbers: int) -> int:
-    """A 64-bit key of some numbers, such as `key(seed, epoch)` or `key(seed, step, part)`."""
-    state = 0
-    for number in numbers:
-        state = _mix((state ^ (number & _MASK)) & _MASK)
-    return state
-
-
-def keys_numpy(base: int, indices: np.ndarray) -> np.ndarray:
-    """`key(..., index)` for every index, where `base = key(...)`."""
-    with np.errstate(over="ignore"):
-        z = (indices.astype(np.uint64) ^ np.uint64(base)) + np.uint64(_GOLDEN)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX2)
-        return np.asarray(z ^ (z >> np.uint64(31)))
+__all__ = ["key", "keys_numpy", "keys_torch", "on_device", "random_state", "seed_all", "seed_sample", "uniform"]
 
 
 def keys_torch(base: int | Tensor, indices: Tensor) -> Tensor:
     """The same on the indices' device, as int64 (the bits are those of `keys_numpy`)."""
-    z = (indices ^ (base if isinstance(base, Tensor) else _signed(base))) + _signed(_GOLDEN)
-    z = (z ^ _shift(z, 30)) * _signed(_MIX1)
-    z = (z ^ _shift(z, 27)) * _signed(_MIX2)
+    z = (indices ^ (base if isinstance(base, Tensor) else _signed(base))) + _signed(GOLDEN)
+    z = (z ^ _shift(z, 30)) * _signed(MIX1)
+    z = (z ^ _shift(z, 27)) * _signed(MIX2)
     return z ^ _shift(z, 31)
 
 
@@ -72,16 +57,9 @@ def random_state(device: torch.device | None = None) -> bytes:
     return b"".join(state)
 
 
-def _mix(x: int) -> int:
-    z = (x + _GOLDEN) & _MASK
-    z = ((z ^ (z >> 30)) * _MIX1) & _MASK
-    z = ((z ^ (z >> 27)) * _MIX2) & _MASK
-    return z ^ (z >> 31)
-
-
 def _signed(value: int) -> int:
     """The int64 with the same bits."""
-    value &= _MASK
+    value &= MASK
     return value - (1 << 64) if value >> 63 else value
 
 

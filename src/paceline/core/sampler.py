@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.keys import key, keys_numpy
+from paceline.core.hashes import key, keys_numpy
 from paceline.errors import UsageError
 from paceline.output import plural
 from paceline.phases import Phase

@@ -10,6 +10,7 @@ The other values are `DRAWS` draws with a fixed seed, so that the same predictio
               link is made to agree with it (`model.py`)
     lag       a factor between 1 / 1.5 and 1.5 on the deviation of a worker's compute, which is measured in a few dozen steps
     noise     the noise scale: log-normal, with its quartiles over the second half of the run
+    beyond    for a batch schedule, times of fewer or more samples than measured, between their bounds (`model.py`)
 
 Low and high in tables are the 5th and 95th percentile. They show the uncertainty of the measurement and of the cluster file,
 but not what the model leaves out: other traffic, slow nodes, hot devices.
@@ -22,7 +23,7 @@ import numpy as np
 
 from paceline.plan.cluster import LOOSE, Cluster, Range, Wire
 from paceline.plan.links import Array, Link
-from paceline.plan.measured import Measured
+from paceline.plan.points import Measured
 from paceline.plan.tradeoff import NoiseScale
 
 DRAWS = 400
@@ -42,6 +43,8 @@ class Draws:
     lag: Array
     """Factor on the deviation of a worker's compute."""
     noise: Array | None
+    beyond: Array
+    """From -1 to 1: which value within its bounds an extrapolated time has; 0: the nominal one."""
 
 
 def draw(measured: Measured, cluster: Cluster, noise: NoiseScale | None, doubt: float = 0.0) -> Draws:
@@ -57,6 +60,7 @@ def draw(measured: Measured, cluster: Cluster, noise: NoiseScale | None, doubt: 
         reduce=_first(1.0, np.maximum(0.2, 1 + level * random.standard_normal(DRAWS))),
         lag=_first(1.0, LOOSE ** random.uniform(-1, 1, DRAWS)),
         noise=None if noise is None else _noise(noise, random),
+        beyond=_first(0.0, random.uniform(-1, 1, DRAWS)),
     )
 
 

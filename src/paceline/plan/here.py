@@ -9,7 +9,7 @@ import math
 from paceline.errors import RecordError
 from paceline.plan.cluster import Cluster, from_fit
 from paceline.plan.links import Fit, fit_link, fit_network
-from paceline.plan.measured import Measured
+from paceline.plan.points import Measured
 
 
 def make_here(measured: Measured) -> Cluster:

@@ -1,125 +1,36 @@
 """What a record measured of a step: where its time goes, how many bytes it averages, and what the whole run took.
 
 A record of `paceline scale` (`scale.json`) is best: it timed one worker, two workers, and all-reduces without training. A
-record of `paceline train` works, too: its last health rows have the components of a step. What is missing is assumed; `assumed`
-lists it.
+record of `paceline train` works, too: its last health rows have the components of a step. If its batch changed, every phase is
+a point of its own (`stretches.py`): a run on one worker then measures several numbers of samples per worker. What is missing is
+assumed; `assumed` lists it.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import RecordError
+from paceline.config import Config
+from paceline.errors import RecordError, UsageError
 from paceline.output import plural
+from paceline.phases import Phase
 from paceline.plan.fields import BadField, load, number, own_flags, table_of, task_of, whole, words
 from paceline.plan.lag import expected_lag
 from paceline.plan.links import Timing
-from paceline.plan.tradeoff import NoiseScale, read_noise_scale
+from paceline.plan.points import Bucket, Measured, Point, Run
+from paceline.plan.stretches import Stretch, read_phases, split_rows
+from paceline.plan.tradeoff import read_noise_scale
 from paceline.records import COMPONENTS, read_metrics, unit_of, with_new_names
 from paceline.spread import deviation, mean, median
+from paceline.toml import read_toml
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # DDP's sizes: a small one first, so that averaging starts early
 _FORWARD = 1 / 3  # of compute: a backward pass takes about as long as two forward passes
 _SPREAD = 0.03  # of compute, from step to step
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bucket:
-    """Gradients that DDP averages in one all-reduce."""
-
-    bytes: float
-    ready: float
-    """When they are ready, as a fraction of the backward pass."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """A step as measured with one number of workers."""
-
-    workers: int
-    nodes: int
-    global_batch: int
-    samples_per_s: float
-    spread: float
-    """Relative deviation of the speed from window to window."""
-    components_s: Mapping[str, float]
-    """The components of a step's time; they add up to global_batch / samples_per_s."""
-    forward_s: float
-    backward_s: float
-    compute_spread_s: float
-    """Deviation of one worker's compute from step to step."""
-    reduce_s: float
-    windows: tuple[float, ...] = ()
-    """The speed in each window, or in each health row of a training run."""
-    timed: float = 1.0
-    """The time of a step in the steps timed one by one, relative to a step in the windows."""
-
-    @property
-    def samples(self) -> float:
-        """Samples per worker and step."""
-        return self.global_batch / self.workers
-
-    @property
-    def step_s(self) -> float:
-        """Seconds per step."""
-        return self.global_batch / self.samples_per_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """The training to plan for: a number of steps at a global batch."""
-
-    steps: int
-    global_batch: int
-    train_samples: int | None
-    """Samples per epoch, which limit the global batch; None: unknown."""
-    about: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """The input of a prediction."""
-
-    record: str
-    task: str
-    """As given on a command line."""
-    unit: str
-    points: tuple[Point, ...]
-    """In order of the number of workers."""
-    gradient_bytes: int
-    buckets: tuple[Bucket, ...]
-    links: tuple[Timing, ...]
-    cores: int | None
-    """Cores of the machine if the workers are CPU workers; None if they have GPUs."""
-    threads: int
-    """Threads per CPU worker."""
-    backend: str
-    run: Run | None
-    noise: NoiseScale | None
-    assumed: tuple[str, ...]
-    flags: str = ""
-    """The flags after TASK that train the same model (`own_flags`)."""
-    device: str = ""
-    """What a worker computed on: `CPU`, a GPU such as `NVIDIA H200`, or empty if the record does not say."""
-    precision: str = ""
-    """fp32 or bf16; empty if the record does not say."""
-
-    @property
-    def base(self) -> Point:
-        """The smallest count measured."""
-        return self.points[0]
-
-    @property
-    def slots(self) -> int | None:
-        """How many workers can run at the same time on the machine; None: all."""
-        return None if self.cores is None else max(1, self.cores // self.threads)
-
-    def alike(self) -> tuple[Point, ...]:
-        """The points with as many samples per worker and step as the base: weak scaling."""
-        return tuple(point for point in self.points if math.isclose(point.samples, self.base.samples, rel_tol=0.02))
 
 
 def read_measured(path: Path) -> Measured:
@@ -176,6 +87,8 @@ def _read_scale(path: Path) -> Measured:
         noise=None,
         assumed=tuple(assumed),
         flags=own_flags(contract),
+        virtual_workers=_virtual_workers(contract),
+        epochs=_epochs(contract),
     )
 
 
@@ -248,24 +161,33 @@ def _read_training(path: Path) -> Measured:
         contract = table_of(about, "contract")
         workers, batch, nodes = (whole({"nodes": 1, **contract}, name) for name in ("workers", "global_batch", "nodes"))
         parameters = whole({"parameters": 0, **contract}, "parameters", least=0)
-        cores, planned = _cores(contract, about), _planned_run(contract)
+        cores, planned, virtual_workers = _cores(contract, about), _planned_run(contract), _virtual_workers(contract)
     except _BROKEN as error:
         raise RecordError(f"{path}/environment.json has no complete contract ({words(error)}): {remedy}") from None
     try:
         rows = read_metrics(path)
         health = [row for row in rows if row.get("kind") == "health" and isinstance(row.get("components_s"), Mapping)]
-        run = _done_run(rows, contract) or planned
+        phases = read_phases(rows, contract)
+        run, epochs = _done_run(rows, contract, phases) or planned, _epochs_done(rows) or _epochs(contract)
     except (OSError, RecursionError, *_BROKEN) as error:
         raise RecordError(f"{path}/metrics.jsonl cannot be read ({words(error)}): {remedy}") from None
-    used = health[len(health) // 3 :]  # the first rows include warm-up
-    if not used:
+    if not health:
         raise RecordError(f"{path} does not say where a step's time goes (it has no health rows): {remedy}")
+    used = health[len(health) // 3 :]  # the first rows include warm-up
     try:
-        point = _training_point(workers, nodes, batch, used)
+        if len(phases) > 1:
+            points = _phase_points(workers, nodes, split_rows(rows))
+        else:
+            points = (_training_point(workers, nodes, phases[0].global_batch if phases else batch, used),)
         sizes = [whole(row, "gradient_bytes", least=0) for row in used if row.get("gradient_bytes")]
     except _BROKEN as error:
         what = f"its health rows are incomplete: {words(error)}"
         raise RecordError(f"{path} does not say where a step's time goes ({what}): {remedy}") from None
+    if not points:
+        raise RecordError(
+            f"{path} does not say how long the steps of a phase take: each of its health rows has steps of several batches;"
+            " train again with phases of at least one whole epoch"
+        )
     assumed = [
         f"the forward pass takes a third of compute, and gradients become ready at an even rate after it ({remedy} to know)"
     ]
@@ -280,7 +202,7 @@ def _read_training(path: Path) -> Measured:
         record=path.name,
         task=task_of(about),
         unit=unit_of(contract),
-        points=(point,),
+        points=points,
         gradient_bytes=gradient_bytes,
         buckets=_assumed_buckets(gradient_bytes),
         links=(),
@@ -293,7 +215,41 @@ def _read_training(path: Path) -> Measured:
         noise=read_noise_scale(rows),
         assumed=tuple(assumed),
         flags=flags,
+        phases=phases,
+        virtual_workers=virtual_workers,
+        smallest_part=_smallest_part(path),
+        epochs=epochs,
+        steps=next((row["step"] for row in reversed(rows) if row.get("kind") == "epoch" and row.get("step")), None),
     )
+
+
+def _smallest_part(path: Path) -> int:
+    """As the run was configured; the default if config.toml cannot be read."""
+    with suppress(UsageError, BadField):
+        return whole({"smallest_part": Config.smallest_part, **read_toml(path / "config.toml", "config.toml")}, "smallest_part")
+    return Config.smallest_part
+
+
+def _phase_points(workers: int, nodes: int, stretches: Sequence[Stretch]) -> tuple[Point, ...]:
+    """A point for each number of samples per worker, the largest first; the first rows of the run, warm-up, are left out."""
+    by_samples: dict[float, list[tuple[Stretch, Mapping[str, Any]]]] = {}
+    for i, stretch in enumerate(stretches):
+        rows = stretch.rows if i else stretch.rows[len(stretch.rows) // 3 :]
+        by_samples.setdefault(stretch.samples(workers), []).extend((stretch, row) for row in rows)
+    points = []
+    for samples, found in sorted(by_samples.items(), reverse=True):
+        if not found:
+            continue
+        stretch = found[0][0]
+        step = median([_mean_batch(row, each.phase.global_batch) for each, row in found])  # an epoch may end with smaller steps
+        point = _training_point(workers, nodes, round(step), [row for _, row in found])
+        points.append(replace(point, slowest_samples=samples * step / stretch.phase.global_batch))
+    return tuple(points)
+
+
+def _mean_batch(row: Mapping[str, Any], batch: int) -> float:
+    """Samples per step in a health row; at most the batch of its phase."""
+    return min(float(batch), number(row, "samples_per_s", above=True) * number(row, "step_s")) if "step_s" in row else batch
 
 
 def _training_point(workers: int, nodes: int, batch: int, rows: Sequence[Mapping[str, Any]]) -> Point:
@@ -341,8 +297,8 @@ def _planned_run(contract: Mapping[str, Any]) -> Run | None:
     return Run(steps=epochs * steps, global_batch=batch, train_samples=_train_samples(contract, steps), about=about)
 
 
-def _done_run(rows: Sequence[Mapping[str, Any]], contract: Mapping[str, Any]) -> Run | None:
-    """What the run did, from its last epoch."""
+def _done_run(rows: Sequence[Mapping[str, Any]], contract: Mapping[str, Any], phases: Sequence[Phase] = ()) -> Run | None:
+    """What the run did, from its last epoch. A run whose batch changed counts as one at its largest batch."""
     last = next((row for row in reversed(rows) if row.get("kind") == "epoch" and row.get("step") and row.get("epoch")), None)
     if last is None:
         return None
@@ -350,7 +306,22 @@ def _done_run(rows: Sequence[Mapping[str, Any]], contract: Mapping[str, Any]) ->
     reached = f" (accuracy {last['val_accuracy']:.4f})" if isinstance(last.get("val_accuracy"), float) else ""
     about = f"the {plural(epochs, 'epoch')} it trained at a global batch of {batch:,}{reached}"
     train = _train_samples(contract, math.ceil(steps / epochs))
+    if len(phases) > 1:
+        steps, about = epochs * math.ceil(train / batch), f"{plural(epochs, 'epoch')} at a constant global batch of {batch:,}"
     return Run(steps=steps, global_batch=batch, train_samples=train, about=about)
+
+
+def _epochs_done(rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """The last epoch that ended."""
+    return next((whole(row, "epoch") for row in reversed(rows) if row.get("kind") == "epoch" and row.get("epoch")), None)
+
+
+def _epochs(contract: Mapping[str, Any]) -> int | None:
+    return whole(contract, "epochs") if contract.get("epochs") else None
+
+
+def _virtual_workers(contract: Mapping[str, Any]) -> int:
+    return whole(contract, "virtual_workers") if contract.get("virtual_workers") else 1
 
 
 def _train_samples(contract: Mapping[str, Any], steps_per_epoch: int) -> int:

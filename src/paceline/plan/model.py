@@ -10,6 +10,10 @@
   the samples per worker differ from those measured, input is proportional to them, optimizer and other are fixed, and compute
   follows a line through the measured counts if those had different samples per worker (its height at 0 is the floor), else it
   is proportional. The cost of sharing cores is taken out of the measured counts first; the prediction adds its own.
+- **Batch schedules** (`step_of`): in a phase of W parts, the slowest worker has ceil(W / P) of them. If the record measured
+  several numbers of samples per worker with one count (a run whose batch changed), all times are interpolated between these
+  points. Beyond them, input and compute follow the line through the nearest two, between the bounds `constant` and
+  `proportional to the samples`, from which error bars are drawn; optimizer and other stay as at the nearest point.
 - **exposed(P)**: DDP's buckets, one after the other. Bucket i starts when its gradients are ready (measured, as a fraction of
   the backward pass) and the previous bucket is done, and takes one all-reduce (`links.py`). Exposed is what ends after the
   backward pass (Li et al. 2020, arXiv:2006.15704, section 3.2).
@@ -19,16 +23,19 @@
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
+from paceline.phases import Phase
 from paceline.plan.cluster import Cluster
 from paceline.plan.draws import Draws
 from paceline.plan.lag import expected_lag
 from paceline.plan.links import Array, crowd, faster_s, ring_s
-from paceline.plan.measured import Measured, Point
+from paceline.plan.points import Measured, Point
+from paceline.spread import mean
 
 Mode = Literal["weak", "strong"]
 
@@ -80,10 +87,21 @@ class Model:
         base = self.measured.base
         batch = (self.samples or base.samples) * workers if self.mode == "weak" else float(base.global_batch)
         own = self._own(workers, batch / workers if self.mode == "weak" else math.ceil(batch / workers))
+        return self._assemble(workers, workers, batch, own)
+
+    def step_of(self, workers: int, phase: Phase, batch: int) -> Step:
+        """A step of a batch schedule: in this phase, and with this batch, which is smaller at the end of an epoch."""
+        active = min(workers, phase.parts)
+        own = by_samples(self.measured, slowest_samples(phase, batch, workers), self.draws.beyond, self._crowded)
+        factor = crowd(self._sharing(active), self._slots()) / self.speed * self.draws.slowness
+        return self._assemble(workers, active, batch, {name: seconds * factor for name, seconds in own.items()})
+
+    def _assemble(self, workers: int, active: int, batch: float, own: dict[str, Array]) -> Step:
+        """The step of `workers`, of which `active` compute, from what one of these does by itself."""
         durations = [self._reduce(workers, bucket.bytes) for bucket in self.measured.buckets]
         backward = own.pop("backward")
         exposed = expose([bucket.ready for bucket in self.measured.buckets], durations, backward)
-        waiting = expected_lag(workers) * self._deviation() * self.draws.lag * own["compute"]
+        waiting = expected_lag(active) * self._deviation() * self.draws.lag * own["compute"]
         nothing = np.zeros_like(backward)
         return Step(
             workers=workers,
@@ -149,6 +167,9 @@ class Model:
     def _at_samples(self, samples: float) -> dict[str, float]:
         """With this number of samples per worker."""
         base = self.measured.base
+        if len(self.measured.fewest()) > 1:  # a run whose batch changed
+            found = by_samples(self.measured, samples, np.zeros(1), self._crowded)
+            return {name: float(seconds[0]) * self._crowded(base) for name, seconds in found.items()}
         most = math.ceil(base.samples)
         alone = [point.components_s["compute"] / self._crowded(point) for point in self.measured.points]
         points = [(float(math.ceil(point.samples)), s) for point, s in zip(self.measured.points, alone, strict=True)]
@@ -172,7 +193,7 @@ class Model:
 
         Waiting is the better measure: what slows all workers at once makes none of them wait.
         """
-        point = self.measured.points[-1]
+        point = self.measured.widest
         if not point.components_s["compute"]:
             return 0.0
         if point.workers < 2:
@@ -191,7 +212,7 @@ def make_model(
 ) -> Model:
     """A model; on the machine of the record, its all-reduces are as slow in training as they were measured."""
     model = Model(measured=measured, cluster=cluster, draws=draws, mode=mode, speed=speed, samples=samples)
-    point = measured.points[-1]
+    point = measured.widest
     if not cluster.here or point.workers < 2 or not measured.buckets:
         return model
     return replace(model, interference=_interference(model, point))
@@ -214,6 +235,58 @@ def expose(ready: list[float], durations: list[tuple[Array, Array]], backward_s:
     for share, (duration, _) in zip(ready, durations, strict=True):
         end = np.maximum(end, share * backward_s) + duration
     return np.maximum(0.0, end - backward_s)
+
+
+def slowest_samples(phase: Phase, batch: int, workers: int) -> int:
+    """The samples of the worker with the most parts, in a step of this batch. The sizes of parts differ by one at most."""
+    return min(batch, -(-phase.parts // workers) * -(-batch // phase.parts))
+
+
+def by_samples(
+    measured: Measured, samples: float, beyond: Array, crowded: Callable[[Point], float] = lambda point: 1.0
+) -> dict[str, Array]:
+    """The components that a worker does by itself with this number of samples, and its backward pass; one value per draw.
+
+    `crowded`: how many times longer sharing cores made the workers of a measured count take.
+    """
+    points: dict[float, dict[str, float]] = {}
+    for point in measured.fewest():
+        found = {**{name: point.components_s[name] for name in _OWN}, "backward": point.backward_s}
+        points.setdefault(point.samples, {name: seconds / crowded(point) for name, seconds in found.items()})
+    return {
+        name: _at_draws(list(points), [each[name] for each in points.values()], name, samples, beyond)
+        for name in (*_OWN, "backward")
+    }
+
+
+def _at_draws(known: list[float], seconds: list[float], name: str, samples: float, beyond: Array) -> Array:
+    """Seconds at this many samples: interpolated within the known points, drawn between bounds beyond them."""
+    if name not in ("optimizer", "other"):
+        seconds = rising(seconds)
+    at = float(np.interp(samples, known, seconds))
+    end = 0 if samples < known[0] else -1
+    if known[0] <= samples <= known[-1] or name in ("optimizer", "other"):
+        return np.full_like(beyond, at)
+    proportional = at * samples / known[end]
+    nominal = proportional
+    if len(known) > 1:
+        one, two = (0, 1) if end == 0 else (-2, -1)
+        nominal = at + (seconds[two] - seconds[one]) / (known[two] - known[one]) * (samples - known[end])
+    low, high = min(at, proportional), max(at, proportional)
+    nominal = min(max(nominal, low), high)
+    if end:  # more samples than measured cannot take less time than the line says
+        low = nominal
+    return nominal + np.where(beyond < 0, beyond * (nominal - low), beyond * (high - nominal))
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The nearest values that never fall (pool adjacent violators): more samples do not take less time, except by noise."""
+    pools: list[list[float]] = []
+    for value in values:
+        pools.append([value])
+        while len(pools) > 1 and mean(pools[-2]) > mean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    return [mean(pool) for pool in pools for _ in pool]
 
 
 def _interference(model: Model, point: Point) -> Array | None:

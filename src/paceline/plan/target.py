@@ -15,14 +15,15 @@ a worker's samples (overhead-bound). Returns also stop if twice as many workers 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from paceline.plan.cluster import Cluster
 from paceline.plan.links import Array
-from paceline.plan.measured import Run
 from paceline.plan.model import Model, Step
+from paceline.plan.points import Run
 from paceline.plan.tradeoff import NoiseScale, examples_ratio
 
 WORTH = 0.2
@@ -113,6 +114,15 @@ def find_returns(model: Model, run: Run | None, noise: NoiseScale | None) -> Ret
     steps = [model.step(workers) for workers in looked]
     drawn = model.draws.noise if noise is not None else None
     times = [_time(step, run, drawn) for step in steps]
+    return judge_returns(model, steps, times, most < places)
+
+
+def judge_returns(model: Model, steps: Sequence[Step], times: Sequence[float], data_ends: bool = False) -> Returns:
+    """Where more workers stop paying off, among counts in ascending order: their steps, and the times of the run.
+
+    `data_ends`: more workers than the last count would need more than the training set per step.
+    """
+    looked = tuple(step.workers for step in steps)
     cost = [step.workers * time for step, time in zip(steps, times, strict=True)]
     dear = next((step.workers for step, each in zip(steps, cost, strict=True) if each >= 2 * cost[0]), None)
     for i, now in enumerate(looked[:-1]):
@@ -121,7 +131,7 @@ def find_returns(model: Model, run: Run | None, noise: NoiseScale | None) -> Ret
             saved = 1 - times[i + 1] / times[i]
             bound = _blame(model, steps[i], steps[i + 1], times[i + 1] / times[i])
             return Returns(stop_at=now, saved=saved, bound=bound, cost_doubles_at=dear, looked=looked)
-    if most < places:
+    if data_ends:
         return Returns(stop_at=looked[-1], saved=None, bound="data", cost_doubles_at=dear, looked=looked)
     last = 1 - times[-1] / times[-2] if len(times) > 1 else 0.0
     return Returns(stop_at=None, saved=last, bound="", cost_doubles_at=dear, looked=looked)

@@ -36,11 +36,21 @@ def read_noise_scale(rows: Sequence[Mapping[str, Any]]) -> NoiseScale | None:
     saving are in the second half. Epoch rows repeat the last step row's value and are used only if there are no others.
     """
     for kind in ("step", "epoch"):
-        found = [row["noise_scale"] for row in rows if row.get("kind") == kind and _usable(row.get("noise_scale"))]
-        values = [float(min(each, MOST_NOISE)) for each in found]
-        if values:
-            return _middle(values[len(values) // 2 :])
+        found = [row["noise_scale"] for row in rows if row.get("kind") == kind and is_noise_scale(row.get("noise_scale"))]
+        if found:
+            return noise_scale_of(found[len(found) // 2 :])
     return None
+
+
+def is_noise_scale(value: Any) -> bool:
+    """Whether this is a noise scale: a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def noise_scale_of(values: Sequence[float]) -> NoiseScale:
+    """The median of some values and their quartiles."""
+    ordered = sorted(float(min(each, MOST_NOISE)) for each in values)
+    return NoiseScale(scale=median(ordered), low=_quantile(ordered, 0.25), high=_quantile(ordered, 0.75), rows=len(ordered))
 
 
 def given_noise_scale(scale: float) -> NoiseScale:
@@ -61,15 +71,6 @@ def examples_ratio(noise: float, batch: float, reference: float) -> float:
 def saved_by_doubling(noise: float, batch: float) -> float:
     """The share of the steps that doubling the batch saves."""
     return 1 - steps_ratio(noise, 2 * batch, batch)
-
-
-def _usable(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def _middle(values: Sequence[float]) -> NoiseScale:
-    ordered = sorted(values)
-    return NoiseScale(scale=median(ordered), low=_quantile(ordered, 0.25), high=_quantile(ordered, 0.75), rows=len(ordered))
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from paceline.output import plural
 from paceline.plan.cluster import Cluster
-from paceline.plan.measured import Measured, Point
 from paceline.plan.model import Model
+from paceline.plan.points import Measured, Point
 from paceline.plan.words import count_words, list_words, number_words
 
 _WIDE, _WHOLE = 0.2, 0.6
@@ -90,7 +90,7 @@ def _say_noise(measured: Measured) -> list[str]:
     if not noisy:
         return []
     worst = max(noisy, key=lambda point: (max(point.windows) - min(point.windows)) / statistics.median(point.windows))
-    others = [f"{point.workers:,}" for point in noisy if point is not worst]
+    others = [f"{workers:,}" for workers in dict.fromkeys(point.workers for point in noisy) if workers != worst.workers]
     also = f"; it was also noisy with {list_words(others)}" if others else ""
     return [
         f"the speed of {count_words(worst.workers)} varied from {number_words(min(worst.windows))} to"
@@ -181,7 +181,10 @@ def _is_noisy(point: Point) -> bool:
 
 
 def _too_few(measured: Measured) -> bool:
-    return any(len(point.windows) < _FEW for point in measured.points)
+    """Whether one of the counts has too few windows. Those of its phases, if it has several, are taken together."""
+    counts = {point.workers for point in measured.points}
+    spare = [sum(max(0, len(p.windows) - 1) for p in measured.points if p.workers == workers) for workers in counts]
+    return min(spare) < _FEW - 1
 
 
 def _crowd(measured: Measured, point: Point) -> float:

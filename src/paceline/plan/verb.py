@@ -27,6 +27,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="cores that all CPU workers share, on any number of nodes (none: each worker has its own device) [as measured]",
     )
+    parser.add_argument(
+        "--batch-schedule",
+        default="",
+        metavar="EPOCH:BATCH...",
+        help='predict a run whose batch changes, such as "0:1024 1:2048"; none: a constant batch [as the record trained]',
+    )
+    parser.add_argument("--virtual-workers", type=int, metavar="N", help="parts of a schedule's largest batch [as the record]")
+    parser.add_argument(
+        "--smallest-part", type=int, metavar="N", help="samples that a schedule's parts have at least [as the record]"
+    )
+    parser.add_argument("--epochs", type=int, metavar="N", help="epochs of a schedule's run [as the record]")
+    parser.add_argument(
+        "--train-samples", type=int, metavar="N", help="samples in an epoch of a schedule's run [as the record]"
+    )
+    parser.add_argument(
+        "--against", default="", metavar="RECORD", help="compare a schedule's time with this run's training time"
+    )
+    parser.add_argument(
+        "--links", default="", metavar="RECORD", help="of paceline scale: all-reduces for --cluster here, if RECORD has none"
+    )
     parser.add_argument("--json", default="", metavar="FILE", help="also write everything as JSON")
     parser.add_argument("--runs-dir", default="runs", metavar="DIR", help="folder to search for records by name [runs]")
 

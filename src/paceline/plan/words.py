@@ -8,8 +8,8 @@ from paceline.plan.cluster import Cluster
 from paceline.plan.target import Returns
 
 BARS = (
-    "low to high: 90% of 400 random draws of the uncertain inputs, which are the speed between windows, the link, the lag and"
-    " the noise scale; errors of the model itself are not included"
+    "low to high: 90% of 400 random draws of the uncertain inputs, which are the speed between windows, the link, the lag,"
+    " the noise scale and times beyond the measured samples per worker; errors of the model itself are not included"
 )
 
 

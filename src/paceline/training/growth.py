@@ -12,12 +12,9 @@ its `--batch-schedule` trains the same model.
 
 from paceline.core.noise import noise_scale
 from paceline.core.parts import Step
-from paceline.phases import make_phases, write_batch_schedule
+from paceline.phases import make_phases, noise_ratio, write_batch_schedule
 from paceline.training.build import Run
 
-_RATIOS = {"muon": 0.25}
-_RATIO = 2.0
-"""The batch doubles when the noise scale is more than this many times the batch: with muon, and with all other optimizers."""
 _PLACES = 8
 """Decisions per epoch, at most one after each step."""
 _LEAST = 8
@@ -29,8 +26,7 @@ class Growth:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        given = run.config.batch_noise_ratio
-        self._ratio = _RATIOS.get(run.config.optimizer, _RATIO) if given is None else given
+        self._ratio = noise_ratio(run.config.optimizer, run.config.batch_noise_ratio)
         self._why = "the noise scale has grown"
 
     @property

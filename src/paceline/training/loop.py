@@ -197,6 +197,7 @@ class _Fit:
         passes = [(step.number, item) for step in steps for item in step.passes]
         inputs = run.train.inputs([item.samples for _, item in passes], epoch, lambda i: run.parts.seed(*passes[i]))
         for step in steps:
+            self._look_before(step, epoch, begin)
             self._enter(step)
             self.health.before(step.number)
             if self.profile is not None:
@@ -218,6 +219,15 @@ class _Fit:
             if grown and step is not steps[-1]:
                 return False
         return True
+
+    def _look_before(self, step: Step, epoch: int, begin: float) -> None:
+        """Look at the steps of a phase that ends within an epoch, so that no health row has steps of two batches."""
+        if self.phase is not None and step.phase != self.phase and self.health.has_steps:
+            self.step.mark("reduce")
+            self.clock.end()
+            samples = self._samples_done(epoch)
+            self._look(epoch, samples, begin)
+            self.health.start(samples)  # even if none of the steps was timed
 
     def _enter(self, step: Step) -> None:
         """Begin the step's phase, if it is a new one. Collective: call on every rank."""

@@ -11,7 +11,7 @@ from paceline.core.schedules import Schedule, make_schedule
 from paceline.dist.world import World, describe_devices
 from paceline.errors import UsageError
 from paceline.output import plural
-from paceline.phases import Phase, check_largest, first_of_auto, make_phases, parse_batch_schedule
+from paceline.phases import Phase, check_largest, check_starts, first_of_auto, make_phases, parse_batch_schedule
 from paceline.settings import write_setting
 
 
@@ -35,12 +35,7 @@ def make_steps(
 
 def _make_phases(config: Config, pairs: Sequence[tuple[float, int]], global_batch: int, parts: int) -> tuple[Phase, ...]:
     """The phases of `--batch-schedule`; for auto, the first one."""
-    late = next((start for start, _ in pairs if start >= config.epochs), None)
-    if late is not None:
-        raise UsageError(
-            f"--batch-schedule has a phase from epoch {late:g} on, but the run has {plural(config.epochs, 'epoch')}: give more"
-            " --epochs, or leave the phase out"
-        )
+    check_starts(pairs, config.epochs)
     if pairs:
         return make_phases(pairs, parts, config.smallest_part)
     first = first_of_auto(config.batch_schedule, global_batch)

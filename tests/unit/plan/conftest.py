@@ -1,3 +1,3 @@
-from harness.measured import make_scale, make_training
+from harness.measured import make_phased, make_scale, make_training
 
-__all__ = ["make_scale", "make_training"]
+__all__ = ["make_phased", "make_scale", "make_training"]

@@ -38,6 +38,11 @@ class Health:
         self._since, self._samples, self._steps = time.perf_counter(), samples, 0
         self._core_times = core_times()
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether there were steps since the last look."""
+        return self._steps > 0
+
     def before(self, step: int) -> None:
         """A step is about to begin. On a GPU it is timed if a look follows it, or if it is the epoch's last full step."""
         self._steps += 1
@@ -62,6 +67,7 @@ class Health:
         row = {
             "samples_per_s": (samples - self._samples) / elapsed_s,
             "step_s": step_s,
+            "steps": self._steps,
             "components_s": fill_up(found.means(), step_s),
             "slowest": slowest,
             "lag_s": lag_s,

@@ -106,3 +106,14 @@ def test_looking_and_telling_are_no_part_of_a_step(monkeypatch: pytest.MonkeyPat
     assert len(watcher.healths) >= 3
     assert late[0] >= 4e6
     assert all(row["step_s"] < 1e3 for row in watcher.healths)
+
+
+def test_no_row_has_steps_of_two_batches() -> None:
+    """The batch changes within the first epoch, and again within the second: a row ends there."""
+    options = {"batch_schedule": "0:8 0.5:16 1.5:24", "virtual_workers": 2, "smallest_part": 1, "global_batch": 24}
+    watcher = train_in(ALONE, blobs(), options).watcher
+    begins = [row["step"] for row in watcher.phases]
+    looked = [range(row["step"] - row["steps"], row["step"]) for row in watcher.healths]
+    assert (len(begins), len(looked)) == (3, 4)
+    assert [step for steps in looked for step in steps] == [row["step"] - 1 for row in watcher.steps], "each is in one row"
+    assert not any(steps[0] < begin <= steps[-1] for begin in begins for steps in looked)
