@@ -14,10 +14,13 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paceline.config import Config
-from paceline.core.sampler import Sampler
 from paceline.values import parse_milestones
+
+if TYPE_CHECKING:  # it imports numpy and torch, which `paceline lr-find --help` does without
+    from paceline.core.sampler import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,7 @@ class Schedule:
     """Of shape "own": a function of the step. Its value and the warm-up multiply the peak."""
     follows_length: bool = False
     """Whether shape "own" depends on the length of the run."""
-    sampler: Sampler | None = None
+    sampler: "Sampler | None" = None
     """The steps of a run whose global batch changes."""
     batch_power: float = 0.0
 
@@ -147,7 +150,7 @@ def scale_lr(base_lr: float, k: float, rule: str) -> float:
     return base_lr * {"linear": k, "sqrt": math.sqrt(k), "none": 1.0, "adascale": 1.0}[rule]
 
 
-def make_schedule(config: Config, sampler: Sampler) -> Schedule:
+def make_schedule(config: Config, sampler: "Sampler") -> Schedule:
     """The schedule of a run. Warm-up starts at base_lr / peak_lr of the peak unless `warmup_from` is given."""
     k, steps_per_epoch = sampler.global_batch / config.reference_batch, sampler.cut(sampler.settled).steps
     peak_lr = scale_lr(config.base_lr, k, config.lr_rule)
@@ -170,7 +173,7 @@ def make_schedule(config: Config, sampler: Sampler) -> Schedule:
     )
 
 
-def count_steps(sampler: Sampler, epochs: int, max_steps: int) -> int:
+def count_steps(sampler: "Sampler", epochs: int, max_steps: int) -> int:
     """The steps of a whole run."""
     total = sampler.first_step(epochs)
     return min(total, max_steps or total)

@@ -34,21 +34,20 @@ class Growth:
         """Why the newest phase has its batch."""
         return "the first batch" if len(self._run.sampler.phases) == 1 else self._why
 
-    def decide(self, step: Step) -> bool:
-        """Whether the batch doubles after this step. Then the run has a new phase. Collective: call on every rank."""
+    def decide(self, step: Step) -> None:
+        """Give the run a new phase, of twice the batch, if it is time after this step. Collective: call on every rank."""
         run, sampler, phase = self._run, self._run.sampler, step.phase
         if phase != sampler.phases[-1] or phase.global_batch == sampler.global_batch or not self._is_place(step):
-            return False
+            return
         assert run.parts.engine.noise is not None
         scale = run.world.broadcast(noise_scale(*run.parts.engine.noise.state.tolist()))  # the same, or nearly, on all workers
         if not scale > self._ratio * phase.global_batch:
-            return False
+            return
         start = sampler.samples_before(step.number + 1) / sampler.samples
         pairs = [(start, 2 * phase.global_batch), (start + 1, sampler.global_batch)]
         grown = make_phases(pairs, sampler.parts, run.config.smallest_part)[0]
         run.set_phases((*sampler.phases, grown))
         self._why = f"the noise scale is {scale:,.0f}"
-        return True
 
     def describe(self) -> str:
         """The phases so far, as a schedule that a run can be given."""

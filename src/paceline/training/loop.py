@@ -3,7 +3,7 @@ longer finite."""
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -179,24 +179,7 @@ class _Fit:
         begin, meter = time.perf_counter() - progress.epoch_time_s, Meter(run.world, waits=self.teller.hooks.waits)
         run.model.train()
         self.health.start(self._samples_done(epoch))
-        while not self._train_steps(epoch, executor, meter, begin):  # again if the batch has grown, with steps of the new size
-            pass
-        self.clock.end()
-        if self._steps_in(epoch + 1) > 0:
-            self._ahead = epoch + 1, self._steps(epoch + 1, 0)  # while a GPU still works on the last steps
-        self._tell_steps(meter.flush(), epoch, begin)
-        self.step.mark("reduce")
-        run.world.barrier()
-        progress.epoch_time_s = time.perf_counter() - begin
-        self._look(epoch, self._samples_done(epoch), begin)
-
-    def _train_steps(self, epoch: int, executor: Executor, meter: Meter, begin: float) -> bool:
-        """Train the rest of an epoch, or up to where `--batch-schedule auto` changes the batch. Whether the epoch is over."""
-        run, progress = self.run, self.progress
-        steps = self._steps(epoch, progress.step - run.sampler.first_step(epoch))
-        passes = [(step.number, item) for step in steps for item in step.passes]
-        inputs = run.train.inputs([item.samples for _, item in passes], epoch, lambda i: run.parts.seed(*passes[i]))
-        for step in steps:
+        for step, inputs in self._steps_left(epoch):
             self._look_before(step, epoch, begin)
             self._enter(step)
             self.health.before(step.number)
@@ -211,14 +194,37 @@ class _Fit:
                 continue  # in a few steps all parts are equal again: everything that looks at weights waits for that
             if self.check_due:
                 self._check(epoch, self._samples_done(epoch), begin)
-            grown = self.growth is not None and self.growth.decide(step)
+            if self.growth is not None:
+                self.growth.decide(step)
             if self.save_requested or self.stop_requested:
                 self._tell_steps(meter.flush(), epoch, begin)
                 progress.epoch_time_s = time.perf_counter() - begin
                 self._save_or_stop()
-            if grown and step is not steps[-1]:
-                return False
-        return True
+        self.clock.end()
+        if self._steps_in(epoch + 1) > 0:
+            self._ahead = epoch + 1, self._cut_steps(epoch + 1, 0)  # while a GPU still works on the last steps
+        self._tell_steps(meter.flush(), epoch, begin)
+        self.step.mark("reduce")
+        run.world.barrier()
+        progress.epoch_time_s = time.perf_counter() - begin
+        self._look(epoch, self._samples_done(epoch), begin)
+
+    def _steps_left(self, epoch: int) -> Iterator[tuple[Step, Iterator[Any]]]:
+        """The epoch's steps that are not done yet, with their inputs. After a step that `--batch-schedule auto` ends a phase
+        with, the rest of the epoch is cut again."""
+        run, done = self.run, False
+        while not done:
+            cut, steps = run.sampler, self._cut_steps(epoch, self.progress.step - run.sampler.first_step(epoch))
+            inputs = self._inputs(steps, epoch)
+            for step in steps:
+                yield step, inputs
+                if run.sampler is not cut:
+                    break
+            done = run.sampler is cut or step is steps[-1]
+
+    def _inputs(self, steps: Sequence[Step], epoch: int) -> Iterator[Any]:
+        run, passes = self.run, [(step.number, item) for step in steps for item in step.passes]
+        return run.train.inputs([item.samples for _, item in passes], epoch, lambda i: run.parts.seed(*passes[i]))
 
     def _look_before(self, step: Step, epoch: int, begin: float) -> None:
         """Look at the steps of a phase that ends within an epoch, so that no health row has steps of two batches."""
@@ -333,8 +339,8 @@ class _Fit:
         sampler = self.run.sampler
         return int(sampler.cut(epoch).bounds[self.progress.step - sampler.first_step(epoch)])
 
-    def _steps(self, epoch: int, done: int) -> list[Step]:
-        """The epoch's steps that are not done yet."""
+    def _cut_steps(self, epoch: int, done: int) -> list[Step]:
+        """The epoch's steps but for the first `done`."""
         (cut, steps), self._ahead = self._ahead, (-1, [])
         return steps if cut == epoch else self.run.steps(epoch, range(done, self._steps_in(epoch)))
 

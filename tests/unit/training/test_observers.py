@@ -217,7 +217,7 @@ def test_the_record_is_complete(record):
     resolved = {"workers": 2, "virtual_workers": 2, "global_batch": CONTRACT.global_batch}
     assert recipe == replace(config, **resolved)
     environment = json.loads((record.path / "environment.json").read_text())
-    assert environment["contract"] == CONTRACT.as_dict()
+    assert environment["contract"] == json.loads(json.dumps(CONTRACT.as_dict()))
     assert environment["versions"]["torch"]
     rows = [json.loads(line) for line in (record.path / "metrics.jsonl").read_text().splitlines()]
     assert rows == [{"kind": "step", **STEP}, {"kind": "epoch", **EPOCH}]

@@ -27,7 +27,7 @@ from paceline.errors import PacelineError, first_line
 from paceline.output import stages
 from paceline.phases import Phase, is_auto, make_phases
 from paceline.training.build import Run
-from paceline.training.capture.graph import Body, Graph, compiler, find_obstacle
+from paceline.training.capture.graph import Body, Graph, Pool, compiler, find_obstacle
 from paceline.training.capture.kept import Kept, Outcome, State, tensors_of
 from paceline.training.capture.replay import CapturedStep, Case, Kind, kind_of
 from paceline.training.own import members, starts_at_zero
@@ -71,7 +71,7 @@ class _Trials:
         self.plain, self.step = step, step.unwatched()
         self.epoch = run.sampler.place(at)[0]
         self.kept: Kept | None = None
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = Pool()
         """All graphs of the run share memory: together they need as much as the largest."""
 
     def attempt(self) -> tuple[CapturedStep | None, str]:
@@ -249,7 +249,7 @@ class _Trials:
     def _fail(self, why: str) -> tuple[None, str]:
         """A graph could not be recorded, for this reason. The next one has memory of its own: torch may still count the failed
         one as recording, or the pool as freed, and then refuses it."""
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = Pool()
         return None, why
 
     def _record_compiled(

@@ -5,6 +5,7 @@ recorded: does it wait for the GPU, draw random numbers on the host, or change a
 elsewhere, in a global or deeper within an object, cannot be detected.
 """
 
+import functools
 import os
 import sys
 import warnings
@@ -26,11 +27,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
+class Pool:
+    """Memory that graphs share."""
+
+    @functools.cached_property
+    def handle(self) -> Any:
+        """Torch's name for it; made for the first graph, because it needs a GPU."""
+        return torch.cuda.graph_pool_handle()
+
+
 class Graph:
     """Work on tensors, recorded once and replayed on other tensors of the same shapes."""
 
     def __init__(
-        self, body: Body, inputs: list[Inputs], stamps: Callable[[], Any] = lambda: None, pool: Any | None = None
+        self, body: Body, inputs: list[Inputs], stamps: Callable[[], Any] = lambda: None, pool: Pool | None = None
     ) -> None:
         """`stamps` is called after recording, for the clock's stamps in the graph. Graphs with the same `pool` share memory: a
         replay of one overwrites what another one returned."""
@@ -43,7 +53,9 @@ class Graph:
         try:
             # thread_local: a DataLoader's thread may pin memory, and NCCL's thread may query events, while this thread records.
             here = torch.cuda.current_stream()
-            with torch.cuda.graph(self._graph, pool=pool, stream=here, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                self._graph, pool=None if pool is None else pool.handle, stream=here, capture_error_mode="thread_local"
+            ):
                 self._out = body(self._held)
         except BaseException:
             random_numbers = torch.cuda.default_generators[torch.cuda.current_device()]

@@ -36,7 +36,7 @@ CALLS: list[int] = []
 class Replayed(graph.Graph):
     """A graph without a GPU."""
 
-    def __init__(self, body: graph.Body, inputs: list[Inputs], stamps: Any = lambda: None) -> None:
+    def __init__(self, body: graph.Body, inputs: list[Inputs], stamps: Any = lambda: None, pool: Any = None) -> None:
         self.stamps = stamps()
         self._body, self._held = body, map_tensors(torch.clone, inputs)
         self._into = list(tensors_in(self._held))
@@ -65,7 +65,7 @@ COMPILED: list[Any] = []
 
 
 @contextmanager
-def compiler() -> Iterator[Any]:
+def compiler(shapes: int = 1) -> Iterator[Any]:
     """One that changes nothing."""
 
     def compile(function: Any) -> Any:
@@ -195,7 +195,7 @@ def test_a_compiled_step_is_the_plain_one(options: dict[str, Any], said: str) ->
 @pytest.mark.usefixtures("replaying")
 def test_a_compiler_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def broken() -> Iterator[Any]:
+    def broken(shapes: int) -> Iterator[Any]:
         yield _raise
 
     monkeypatch.setattr(fast, "compiler", broken)
@@ -291,7 +291,7 @@ def test_a_recording_that_fails_late_leaves_nothing_behind(options: dict[str, An
         run = build(*_images({"epochs": 1, **options}), here)
         engine = run.parts.engine
 
-        def fails(body: graph.Body, inputs: list[Inputs], stamps: Any) -> None:
+        def fails(body: graph.Body, inputs: list[Inputs], *rest: Any) -> None:
             where, what = (engine._reducer, "finish") if engine._reducer else (run.update.optimizer, "step")
             with patch.object(where, what, side_effect=RuntimeError("late")):
                 body(inputs)
