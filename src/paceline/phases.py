@@ -104,9 +104,15 @@ def parse_batch_schedule(text: str) -> tuple[tuple[float, int], ...]:
 def write_batch_schedule(pairs: Sequence[tuple[float, int]] | Mapping[Any, Any]) -> str:
     """The text of a schedule, from pairs or from a table as TOML has it: {"0" = 1024, "2.5" = 4096}."""
     items = pairs.items() if isinstance(pairs, Mapping) else pairs
-    text = " ".join(f"{start:.12g}:{batch}" if isinstance(start, float) else f"{start}:{batch}" for start, batch in items)
-    parse_batch_schedule(text)
+    text = " ".join(f"{_write_start(start)}:{batch}" for start, batch in items)
+    if not parse_batch_schedule(text):
+        raise UsageError(f"--batch-schedule has no phases: {_RULE}")
     return text
+
+
+def _write_start(start: Any) -> str:
+    """A time that reads back as the same number."""
+    return f"{start:g}" if isinstance(start, float) and float(f"{start:g}") == start else f"{start}"
 
 
 def make_phases(pairs: Sequence[tuple[float, int]], parts: int, smallest_part: int) -> tuple[Phase, ...]:

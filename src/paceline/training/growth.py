@@ -60,5 +60,6 @@ class Growth:
         epoch, number = sampler.place(step.number)
         cut = sampler.cut(epoch)
         before, after = (int(bound) * _PLACES // sampler.samples for bound in cut.bounds[number : number + 2])
-        since = step.number - sampler.step_at(step.phase.start)
-        return step.samples == step.phase.global_batch and after > before and since + 1 >= _LEAST
+        if step.samples != step.phase.global_batch or after == before:
+            return False
+        return sampler.count_by_phase(step.number + 1)[-1] >= _LEAST
