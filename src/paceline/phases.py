@@ -145,10 +145,10 @@ def resize_batch_schedule(text: str, global_batch: int, parts: int, smallest_par
 
 
 def batch_words(batches: Sequence[int]) -> str:
-    """The batches of a run's phases: `1,024 to 8,192 (4 phases)`; `1,024` for a single one, "" for none."""
+    """The batches of a run's phases: `1,024 to 8,192 in 4 phases`; `1,024` for a single one, "" for none."""
     if len(batches) < 2:
         return "".join(f"{batch:,}" for batch in batches)
-    return f"{batches[0]:,} to {batches[-1]:,} ({plural(len(batches), 'phase')})"
+    return f"{batches[0]:,} to {batches[-1]:,} in {plural(len(batches), 'phase')}"
 
 
 def check_largest(pairs: Sequence[tuple[float, int]], global_batch: int | None) -> None:

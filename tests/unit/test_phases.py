@@ -58,5 +58,5 @@ def test_a_schedule_is_resized(given, batch, parts, stretch, schedule):
 
 
 def test_phases_in_words():
-    assert batch_words([1024, 2048, 4096, 8192]) == "1,024 to 8,192 (4 phases)"
+    assert batch_words([1024, 2048, 4096, 8192]) == "1,024 to 8,192 in 4 phases"
     assert (batch_words([1024]), batch_words([])) == ("1,024", "")

@@ -345,6 +345,21 @@ def test_every_arm_and_seed_is_a_record_and_the_second_call_does_nothing(runs, t
     assert trained == names
 
 
+def test_a_growing_arm_shows_its_batches_and_its_steps(capsys):
+    grown = TINY.replace("virtual_workers = 4", 'virtual_workers = 2\nsmallest_part = 4\nbatch_schedule = "0:8 1:32"')
+    assert cli.run(["study", write(grown), "--seeds", "1"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"failed +median time to 0.3 +global batch +steps +V +peak lr\n", out)
+    assert re.search(r"\nplain .* 32 +8 +1 ", out)
+    assert re.search(r"\nV = 4 .* 8 to 32 in 2 phases +20 +2 ", out)
+    assert results()["runs"][1]["batches"] == [8, 32]
+    found = results()
+    del found["runs"][1]["batches"]  # as older results: the schedule is in the options
+    assert table(found) in out
+    found["study"]["arms"]["V = 4"]["options"]["batch_schedule"] = ["no schedule"]
+    assert "phases" not in table(found)
+
+
 def test_changed_options_run_again_and_the_old_record_is_kept(runs, trained, capsys):
     cli.run(["study", write(TINY), "--seeds", "1"])
     trained.clear()
