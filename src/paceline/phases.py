@@ -18,6 +18,7 @@ from paceline.values import short
 AUTO = "auto"
 _HALVINGS = 5
 _MOST_BATCH = 10**12
+_GROWTH = ((0.0, 8), (0.1, 4), (0.3, 2), (0.6, 1))  # (share of the epochs, divisor of the largest batch)
 _RULE = 'it must be epoch:batch pairs, such as "0:1024 1:2048 2.5:4096", or auto, or auto:512 to start at 512'
 
 
@@ -135,6 +136,46 @@ def make_phases(pairs: Sequence[tuple[float, int]], parts: int, smallest_part: i
     return tuple(phases)
 
 
+def grow_batch(global_batch: int, epochs: float, parts: int, smallest_part: int, least: int) -> str:
+    """A schedule that doubles the batch three times up to global_batch: at 10%, 30% and 60% of the epochs.
+
+    The phases are those of the best growing runs in studies/growth.toml ("0:1024 1:2048 3:4096 6:8192" in 10 epochs). Batches
+    below `least` are left out. "" if fewer than two phases are left: then the batch cannot grow.
+    """
+    pairs: list[tuple[float, int]] = []
+    for share, divisor in _GROWTH:
+        batch = _whole_parts(global_batch // divisor, parts, smallest_part) if divisor > 1 else global_batch
+        if batch >= least and (not pairs or batch > pairs[-1][1]):
+            pairs.append((share * epochs if pairs else 0.0, batch))
+    return write_batch_schedule(pairs) if len(pairs) > 1 else ""
+
+
+def resize_batch_schedule(text: str, global_batch: int, parts: int, smallest_part: int, *, stretch: float = 1.0) -> str:
+    """A schedule with `global_batch` as its largest batch, the others in proportion, and its epochs times `stretch`.
+
+    Each batch is rounded down so that it divides into its parts. For auto the first batch is chosen again: it has two parts.
+    """
+    if is_auto(text):
+        first = doubled = first_of_auto(AUTO, global_batch)
+        while doubled < min(global_batch, 2 * smallest_part):
+            doubled *= 2
+        return AUTO if doubled == first else f"{AUTO}:{doubled}"
+    pairs = parse_batch_schedule(text)
+    largest = max((batch for _, batch in pairs), default=1)
+    resized = []
+    for start, batch in pairs:
+        small = _whole_parts(max(1, batch * global_batch // largest), parts, smallest_part)
+        resized.append((start * stretch, global_batch if batch == largest else small))
+    return write_batch_schedule(resized) if resized else ""
+
+
+def batch_words(batches: Sequence[int]) -> str:
+    """The batches of a run's phases: `1,024 to 8,192 in 4 phases`; `1,024` for a single one, "" for none."""
+    if len(batches) < 2:
+        return "".join(f"{batch:,}" for batch in batches)
+    return f"{batches[0]:,} to {batches[-1]:,} in {plural(len(batches), 'phase')}"
+
+
 def check_largest(pairs: Sequence[tuple[float, int]], global_batch: int | None) -> None:
     """Raise a UsageError if a global batch is given besides a schedule, and is not its largest."""
     largest = max((batch for _, batch in pairs), default=global_batch)
@@ -143,6 +184,12 @@ def check_largest(pairs: Sequence[tuple[float, int]], global_batch: int | None) 
             f"--global-batch is {global_batch}, but the largest batch of --batch-schedule is {largest}: give the same, or leave"
             " --global-batch out"
         )
+
+
+def _whole_parts(batch: int, parts: int, smallest_part: int) -> int:
+    """The batch, rounded down to a multiple of the parts that `make_phases` cuts it into."""
+    count = min(parts, max(1, batch // smallest_part))
+    return batch // count * count
 
 
 def _number(text: str, kind: Any, whole: str) -> Any:

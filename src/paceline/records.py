@@ -207,9 +207,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def is_repeated(kind: str, step: float | None, resumed_at: float) -> bool:
     """Whether a run that resumed at a step writes this earlier row again: the one rule for readers of metrics.jsonl.
 
-    A checkpoint at an epoch's last step is taken before its validation, so the epoch's row is written again, too.
+    A checkpoint at an epoch's last step is taken before its validation, so the epoch's row is written again, too. A phase's row
+    has the number of steps before it, so a run that resumed there writes it again.
     """
-    return step is not None and (step >= resumed_at if kind == "epoch" else step > resumed_at)
+    return step is not None and (step >= resumed_at if kind in ("epoch", "phase") else step > resumed_at)
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:

@@ -129,6 +129,22 @@ def test_a_point_appears_while_a_run_trains_and_its_status_changes(page: "Page",
     wait_for_points(page, "Loss", [40, 4])
 
 
+def test_a_batch_that_grows_is_listed_as_a_range_and_drawn_live(page: "Page", own: str, tmp_path: Path) -> None:
+    live, phase = begin_run(tmp_path, "live", train_samples=2560), {"kind": "phase", "virtual_workers": 2}
+    live.row({**phase, "step": 0, "epoch": 0.0, "global_batch": 64, "total_steps": 80})
+    add_steps(live, 1, 3)
+    page.goto(f"{own}?run=live")
+    page.wait_for_selector("[data-key='batch'] .plot .main-svg")
+    live.row({**phase, "step": 3, "epoch": 0.1, "global_batch": 256, "total_steps": 41})
+    add_steps(live, 4, 5)
+    batches = "document.querySelector(\"[data-key='batch'] .plot\").data[0].y.join()"
+    page.wait_for_function(f"() => {batches} === '64,256,256'")
+    add_steps(live, 6, 7)  # these come as rows: the line becomes longer
+    page.wait_for_function("() => document.querySelector(\"[data-key='batch'] .plot\").data[0].x.at(-1) === 7")
+    expect(page.get_by_role("row", name="Compare live")).to_contain_text("64\N{EN DASH}256")
+    end_run(live)
+
+
 def test_runs_are_overlaid_in_their_own_colors_and_their_differences_shown(page: "Page", url: str) -> None:
     page.goto(f"{url}#run=alpha&open=study-x")
     wait_for_points(page, "Loss", [40, 4])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.pages import COMPONENTS_S, make_train
+from harness.pages import COMPONENTS_S, make_growing, make_train
 from paceline.report.page import write_report
 
 if TYPE_CHECKING:
@@ -320,3 +320,37 @@ def test_dots_of_many_epochs_do_not_hide_their_line(page: "Page", folder: Path, 
     marker = plot(page, "loss")["data"][0]["marker"]
     assert sorted(set(marker["size"])) == [3, 14]
     assert marker["line"]["width"] == 0
+
+
+def test_a_growing_batch_is_drawn_in_steps_with_its_parts_beside_a_constant_one(
+    page: "Page", folder: Path, tmp_path: Path
+) -> None:
+    paths = [make_growing(tmp_path / "growing"), make_train(tmp_path / "constant")]
+    show(page, folder, "growing", *paths)
+
+    def traces(key: str) -> list[dict[str, Any]]:
+        return list(plot(page, key)["data"])
+
+    lines = [(trace["x"], trace["y"], trace["line"]["shape"]) for trace in traces("batch")]
+    assert lines[:2] == [([0, 10, 60], [150, 450, 450], "hv"), ([0, 10, 60], [1, 2, 2], "hv")]
+    assert lines[2:] == [([0, 60], [256, 256], "hv"), ([0, 60], [2, 2], "hv")]
+    assert [trace["line"]["dash"] for trace in traces("batch")] == ["solid", "dot", "solid", "dot"]
+    assert plot(page, "batch")["layout"]["yaxis"]["type"] == "log"
+    assert page.locator("[data-key='m-global_batch']").count() == 0
+    assert "150 to 450 in 2 phases" in page.locator("[data-key='runs'] tbody tr").first.inner_text()
+    page.click("[data-x=epoch]")
+    assert [trace["x"] for trace in traces("batch")][::2] == [[0, 0.25, 3], [0, 3]]
+    # A step is a smaller part of an epoch before the batch grew: steps 5, 10 and 15 of 20.
+    assert traces("lr")[0]["x"][:4] == pytest.approx([0.125, 0.25, 0.625, 1])
+    assert traces("lr")[1]["x"][:4] == pytest.approx([0.25, 0.5, 0.75, 1])
+    page.click("[data-x=time_s]")
+    assert traces("batch")[0]["x"] == [0, 0.5, 3]
+    page.get_by_role("button", name="strong").click()  # steps are not smoothed
+    assert len(traces("batch")) == 4
+    assert traces("batch")[0]["y"] == [150, 450, 450]
+
+
+def test_constant_batches_need_no_chart(page: "Page", folder: Path, tmp_path: Path) -> None:
+    paths = [make_train(tmp_path / "one"), make_train(tmp_path / "two", global_batch=512)]
+    show(page, folder, "constant", *paths)
+    assert page.locator("[data-key='batch']").count() == 0

@@ -61,6 +61,23 @@ def make_train(path: Path, *, accuracy: float = 0.88, status: str = "done", **co
     return path
 
 
+PHASES = [
+    {"step": 0, "epoch": 0.0, "global_batch": 150, "virtual_workers": 1, "part_batch": 150, "total_steps": 70},
+    {"step": 10, "epoch": 0.25, "global_batch": 450, "virtual_workers": 2, "part_batch": 225, "total_steps": 60},
+]
+
+
+def make_growing(path: Path, **contract: Any) -> Path:
+    """A run as of `make_train` whose batch grew in its first epoch, by an automatic schedule."""
+    planned = [{"start": 0.0, "global_batch": 150, "virtual_workers": 1, "part_batch": 150, "steps": 70}]
+    make_train(path, **{"global_batch": 900, "total_steps": 70, "phases": planned, **contract})
+    rows = (path / "metrics.jsonl").read_text().splitlines()
+    rows[2:2] = [json.dumps({"kind": "phase", **PHASES[1], "lr_scale": 1.0, "why": "the noise scale is 900"})]
+    rows[0:0] = [json.dumps({"kind": "phase", **PHASES[0], "lr_scale": 0.7, "why": "the first batch"})]
+    (path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    return path
+
+
 def make_timeline(path: Path) -> Path:
     """Add a profile of two steps on two workers to a run."""
     events = []

@@ -167,7 +167,8 @@ class Live:
         followed.end = max(followed.end, update.rows[-1][0])
         followed.sent += len(rows)
         knows_epochs = number(followed.head.get("facts", {}).get("steps_per_epoch"))  # else they are worked out from all rows
-        if followed.is_due() or not knows_epochs:
+        begins = any(row.get("kind") == "phase" for row in rows)  # which changes the run's batch, and its number of steps
+        if followed.is_due() or begins or not knows_epochs:
             return await self._source(browser, update.id)
         followed.apply(rows)
         tables = {kind: Columns() for kind in ("step", "epoch", "health")}

@@ -14,13 +14,13 @@ from typing import Any
 from paceline.records import is_repeated, parse_row, unit_of
 from paceline.report.confined import AnyPath
 from paceline.report.read import changed_at, kind_of, read_object, read_source, status_of
-from paceline.report.series import number, text
+from paceline.report.series import number, phase_of, planned_phases, text
 from paceline.report.summary import tone
 from paceline.status import Status
 
 _TAIL_BYTES = 8_192  # at the end of the file, read row by row
 _MOST_BYTES = 1 << 20  # searched for rows of one kind: an epoch may have thousands of step rows
-_MOST_RESUMES, _MOST_EPOCHS = 100, 10_000  # rows that are parsed
+_MOST_RESUMES, _MOST_PHASES, _MOST_EPOCHS = 100, 100, 10_000  # rows that are parsed
 _OF_AN_EPOCH = {"accuracy": "val_accuracy", "loss": "val_loss", "samples_per_s": "samples_per_s", "epochs": "epoch"}
 
 
@@ -84,6 +84,7 @@ def _fill_train(line: dict[str, Any], path: AnyPath) -> None:
         line[name] = text(facts.get(name) or about.get(name), 200) or None
     for name in ("workers", "virtual_workers", "global_batch", "total_steps"):
         line[name] = number(facts.get(name))
+    line["global_batch"], line["total_steps"] = _growth(facts, latest.phases) or (line["global_batch"], line["total_steps"])
     line["total_epochs"] = number(facts.get("epochs"))
     line["unit"] = unit_of(facts) if facts else None
     line["when"] = text(about.get("when"), 40) or None
@@ -103,6 +104,15 @@ def _fill_train(line: dict[str, Any], path: AnyPath) -> None:
     if number(best.get("value")) is not None:
         metric = str(best.get("metric"))
         line["monitored"] = {"metric": text(metric, 200), "best": number(best["value"]), "last": number(found.get(metric))}
+
+
+def _growth(facts: Mapping[str, Any], began: Sequence[Mapping[str, float]]) -> tuple[Any, float | None] | None:
+    """The range of the batches and the number of steps of a run with a batch schedule; None for other runs."""
+    phases = [*planned_phases(facts), *began]
+    if not phases:
+        return None
+    total = began[0].get("total_steps") if began else None
+    return _range(phases, "global_batch"), number(facts.get("total_steps")) if total is None else total
 
 
 def _best(line: dict[str, Any], latest: "_Latest", path: AnyPath) -> float | None:
@@ -146,6 +156,8 @@ class _Latest:
     losses: list[float] = field(default_factory=list)
     is_whole: bool = True
     """Whether all of the file was searched."""
+    phases: list[dict[str, float]] = field(default_factory=list)
+    """The phases of a batch schedule that began, the last one first."""
     contract: dict[str, Any] = field(default_factory=dict)
     """From the last `resume` row: a resumed run may have other workers."""
 
@@ -159,6 +171,9 @@ def _read_latest(path: AnyPath) -> _Latest:
         return found
     resumes = list(_backwards(tail, "resume", _MOST_RESUMES))
     found.contract = _object(resumes[0][1].get("contract")) if resumes else {}
+    for at, phase in _backwards(tail, "phase", _MOST_PHASES):
+        if not any(at < later and is_repeated("phase", phase.get("step"), resume["step"]) for later, resume in resumes):
+            found.phases += phase_of(phase)
     rows = [row for line in tail[-_TAIL_BYTES:].splitlines() if (row := parse_row(line))]
     for row in rows:
         found.steps = number(row.get("step")) or found.steps

@@ -18,9 +18,21 @@ from paceline.contract import contract_lines
 from paceline.errors import PacelineError, UsageError, reason
 from paceline.files import is_locked, read_json
 from paceline.output import plural
+from paceline.phases import batch_words
 from paceline.records import unit_of
 from paceline.report.confined import AnyPath
-from paceline.report.series import Columns, Metrics, lines, number, read_metrics_columns, short, text, thin
+from paceline.report.series import (
+    Columns,
+    Metrics,
+    lines,
+    number,
+    phases_so_far,
+    planned_phases,
+    read_metrics_columns,
+    short,
+    text,
+    thin,
+)
 from paceline.report.summary import summarize, tone
 from paceline.report.tables import order_components, view_landscape, view_scale, view_study
 from paceline.report.timeline import view_timeline
@@ -64,6 +76,8 @@ def read_source(path: AnyPath, end: int | None = None) -> dict[str, Any]:
         "environment": {},
         "last": {},
         "series": {"step": {}, "epoch": {}, "health": {}},
+        "phases": [],
+        "batch": "",
         **dict.fromkeys(("where", "scale", "timeline", "study", "landscape")),
         "notes": [],
         "problems": [],
@@ -189,7 +203,14 @@ def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
     source["why"] = text(result.get("why"))
     source["error"] = _error(source["status"], result)
     source["options"] = _options(path / "config.toml")
-    _set_epochs(metrics, number(facts.get("steps_per_epoch")))
+    planned = planned_phases(facts)
+    source["phases"] = phases_so_far(metrics, planned, number(result.get("steps")))
+    total = metrics.phases[-1].get("total_steps") if metrics.phases else None
+    source["facts"] |= {} if total is None else {"total_steps": short(total)}
+    batches = [phase["global_batch"] for phase in max(source["phases"], planned, key=len)]
+    source["batch"] = batch_words([int(batch) for batch in batches]) if len(batches) > 1 else ""
+    if not source["phases"]:  # the page places the steps of a growing batch
+        _set_epochs(metrics, number(facts.get("steps_per_epoch")))
     source["series"] = {name: thin(getattr(metrics, name)) for name in ("step", "epoch", "health")}
     source["notes"] = metrics.notes
     source["last"] = _last(metrics, result)

@@ -7,7 +7,7 @@ more than `MOST_ROWS` rows is cut into bins, and each bin keeps the smallest and
 import json
 import math
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ _MOST_COLUMNS = 40
 _LONGEST_NAME = 80
 _AXES = ("step", "epoch", "time_s")  # these only grow, so their extremes are the ends of a bin
 _MOST_NOTES = 200
+_MOST_PHASES = 1_000
+_OF_A_PHASE = ("step", "epoch", "global_batch", "virtual_workers")
 
 
 @dataclass
@@ -74,6 +76,8 @@ class Metrics:
     step: Columns = field(default_factory=Columns)
     epoch: Columns = field(default_factory=Columns)
     health: Columns = field(default_factory=Columns)
+    phases: list[dict[str, float]] = field(default_factory=list)
+    """The phases of a batch schedule so far: the steps and epochs before each, its global batch and its parts."""
     notes: list[str] = field(default_factory=list)
     resumed: dict[str, Any] | None = None
     """The last `resume` row."""
@@ -91,6 +95,8 @@ def read_metrics_columns(path: AnyPath, end: int | None = None) -> Metrics:
         kind = row["kind"]
         if kind in tables:
             tables[kind].add(row)
+        elif kind == "phase" and len(found.phases) < _MOST_PHASES:
+            found.phases += phase_of(row)
         elif kind == "note" and len(found.notes) < _MOST_NOTES:
             found.notes.append(text(row.get("text")))
         elif kind == "resume":
@@ -98,7 +104,36 @@ def read_metrics_columns(path: AnyPath, end: int | None = None) -> Metrics:
             found.notes.append(_resume_note(row))
             for name, columns in tables.items():
                 columns.drop_repeated(name, row["step"])
+            found.phases = [phase for phase in found.phases if not is_repeated("phase", phase["step"], row["step"])]
     return found
+
+
+def phase_of(row: Mapping[str, Any]) -> list[dict[str, float]]:
+    """The numbers of a phase, in a list; an empty one if one of them is missing or cannot be drawn.
+
+    `total_steps` is in a row, not in a contract: with an automatic schedule, the length of a run changes with each phase.
+    """
+    total = number(row.get("total_steps"))
+    found = {name: value for name in _OF_A_PHASE if (value := number(row.get(name))) is not None and value >= 0}
+    usable = len(found) == len(_OF_A_PHASE) and min(found["global_batch"], found["virtual_workers"]) >= 1
+    return [found | ({} if total is None else {"total_steps": total})] if usable else []
+
+
+def planned_phases(facts: Mapping[str, Any]) -> list[dict[str, float]]:
+    """The phases in a contract: of a given schedule all, of an automatic one those up to where the run was started."""
+    found: list[dict[str, float]] = []
+    step, listed = 0.0, facts.get("phases")
+    for each in listed if isinstance(listed, list) else []:
+        about = each if isinstance(each, dict) else {}
+        found += phase_of({**about, "step": step, "epoch": about.get("start")})
+        step += number(about.get("steps")) or 0.0
+    return found
+
+
+def phases_so_far(metrics: Metrics, planned: Sequence[dict[str, float]], steps: float | None) -> list[dict[str, float]]:
+    """The phases that began. A run that branched off within a phase has no row of it: then the contract has it."""
+    first = metrics.phases[0]["step"] if metrics.phases else steps or metrics.step.last("step") or 0.0
+    return [phase for phase in planned if phase["step"] < first] + metrics.phases
 
 
 def thin(columns: Columns, most: int = MOST_ROWS) -> dict[str, list[float | int | None]]:

@@ -90,7 +90,7 @@ def _train(source: Mapping[str, Any]) -> str:
     facts, status, why = source["facts"], Status(source["status"]), source["why"]
     model, task = facts.get("model"), _task(source)
     what = f"{model or 'a model'} on {task}" if task else f"{model or 'a model'}"
-    place = _place(facts)
+    place = _place(facts, source.get("batch", ""))
     said = f"{source['name']} "
     if status.good:
         said += f"trained {what}{place}{_outcome(source)}"
@@ -113,10 +113,10 @@ def _task(source: Mapping[str, Any]) -> Any:
     return source["facts"].get("task") or source["environment"].get("task")
 
 
-def _place(facts: Mapping[str, Any]) -> str:
+def _place(facts: Mapping[str, Any], growing: str) -> str:
     workers, parts, batch = (facts.get(name, "") for name in ("workers", "virtual_workers", "global_batch"))
     inner = [f"V = {parts:,.0f}"] if _is_number(parts) else []
-    inner += [f"global batch {batch:,.0f}"] if _is_number(batch) else []
+    inner += [f"global batch {growing or f'{batch:,.0f}'}"] if growing or _is_number(batch) else []
     said = f" with {plural(workers, 'worker')}" if _is_number(workers) else ""
     return said + (f" ({', '.join(inner)})" if inner else "")
 
@@ -142,7 +142,7 @@ def _progress(source: Mapping[str, Any]) -> str:
         words.append(f"accuracy {figure(last['accuracy'])} at the last validation")
     elif last.get("train_loss") is not None:
         words.append(f"loss {figure(last['train_loss'])} so far")
-    if _is_number(total) and time_s and total > step:
+    if _is_number(total) and time_s and total > step and not source.get("batch"):  # the steps to come have the same size
         words.append(f"about {duration(time_s / step * (total - step))} left")
     return ", ".join(words)
 

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.output import plural
+from paceline.phases import batch_words
 from paceline.records import COMPONENTS, unit_of, with_new_names
 from paceline.report.series import number, short, text
 from paceline.spread import deviation, mean, median
 from paceline.status import Status
-from paceline.study.results import compare_arm, difference_words, final_values, legend, spread_words
+from paceline.study.results import batches_of, compare_arm, difference_words, final_values, legend, spread_words, step_words
 
 _MOST_SIDE = 400  # points along one side of a landscape
 
@@ -129,7 +130,7 @@ def _arm(results: Mapping[str, Any], arm: str, target: float | None) -> dict[str
     values = final_values(results, arm)
     facts: Mapping[str, Any] = next((run["contract"] for run in runs if run["contract"]), {})
     found = compare_arm(results, arm)
-    is_reference = arm == results["study"]["reference"]
+    is_reference, batches = arm == results["study"]["reference"], batches_of(results, arm)
     good = [run for run in runs if Status(run["status"]).good]
     times = [run["time_to_target_s"] for run in good if run["time_to_target_s"] is not None]
     speeds = [speed for run in good if (speed := number(run.get("samples_per_s")))]
@@ -148,6 +149,8 @@ def _arm(results: Mapping[str, Any], arm: str, target: float | None) -> dict[str
         "verdict": "reference" if is_reference else found.verdict,
         "why": "" if is_reference else found.why,
         "difference": "" if is_reference else difference_words(found, results["metric"]).rpartition(": ")[0],
+        "batch": batch_words(batches) if len(batches) > 1 else "",
+        "steps": step_words(results, arm),
         **{name: number(facts.get(name)) for name in ("global_batch", "virtual_workers", "peak_lr")},
     }
 

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.errors import RecordError, UsageError, reason
 from paceline.files import read_json
 from paceline.output import make_table
+from paceline.phases import batch_words, parse_batch_schedule
 from paceline.records import read_metrics, read_result
 from paceline.spread import LEGEND, LOSS_LEGEND, Comparison, compare, deviation, mean, median
 from paceline.status import Status
@@ -32,6 +33,7 @@ def read_run(record: Path, state: Mapping[str, Any], target: float | None) -> di
     reached = [row["time_s"] for row in epochs if target and row.get("val_accuracy", 0) >= target]
     noise = [row["noise_scale"] for row in rows if isinstance(row.get("noise_scale"), int | float)]
     contract = about.get("contract", {})
+    batches = [row["global_batch"] for row in rows if row["kind"] == "phase" and isinstance(row.get("global_batch"), int)]
     series = {name: [row.get(name) for row in epochs] for name in ("time_s", "val_accuracy", "val_loss")}
     return {
         "arm": state["arm"],
@@ -49,6 +51,7 @@ def read_run(record: Path, state: Mapping[str, Any], target: float | None) -> di
         "time_to_target_s": min(reached) if reached else None,
         "noise_scale": noise[-1] if noise else None,
         "model_sha256": result.get("model_sha256", ""),
+        **({"batches": batches} if batches else {}),
         "contract": {name: contract[name] for name in _FACTS if name in contract},
         "when": about.get("when"),
         "git": about.get("git"),
@@ -129,6 +132,23 @@ def final_values(results: Mapping[str, Any], arm: str) -> list[float]:
     return [run["metrics"][metric] for run in good if metric in run["metrics"]]
 
 
+def batches_of(results: Mapping[str, Any], arm: str) -> list[int]:
+    """The global batches of the phases of an arm's first run that has some; without one, those of the given schedule."""
+    found = next((run["batches"] for run in results["runs"] if run["arm"] == arm and run.get("batches")), None)
+    if isinstance(found, list):
+        return [batch for batch in found if isinstance(batch, int)]
+    with suppress(UsageError, TypeError, KeyError, AttributeError):  # results from elsewhere may hold anything
+        return [batch for _, batch in parse_batch_schedule(results["study"]["arms"][arm]["options"]["batch_schedule"])]
+    return []
+
+
+def step_words(results: Mapping[str, Any], arm: str) -> str:
+    """The steps of an arm's finished runs: `189`; with an automatic schedule, seeds may differ: `180 to 195`."""
+    good = [run for run in results["runs"] if run["arm"] == arm and Status(run["status"]).good]
+    steps = [run["steps"] for run in good if isinstance(run.get("steps"), int)]
+    return " to ".join(f"{count:,}" for count in sorted({min(steps), max(steps)})) if steps else "-"
+
+
 MINI = "These numbers mean nothing: --mini trains a few steps of a small net, only to check that every arm's options work."
 """Shown with the results of a mini study."""
 
@@ -158,7 +178,8 @@ def _cells(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     reference, target = study["reference"], study["target_accuracy"]
     heads = ["arm", f"difference from {_plain(reference)}", f"{metric}, mean ± sd (n)", "failed"]
     heads += [f"median time to {target:g}"] if target else []
-    heads += ["global batch", "V", "peak lr"]
+    grows = any(len(batches_of(results, arm)) > 1 for arm in study["arms"])  # else the steps follow from the batch
+    heads += ["global batch", *(["steps"] if grows else []), "V", "peak lr"]
     rows = []
     for arm in study["arms"]:
         runs = [run for run in results["runs"] if run["arm"] == arm]
@@ -169,8 +190,10 @@ def _cells(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             times = [run["time_to_target_s"] for run in runs if Status(run["status"]).good]
             times = [time for time in times if time is not None]
             cells.append(f"{f'{median(times):.3g} s' if times else '-'} ({len(times)} of {len(runs)})")
-        cells += [_number(facts.get("global_batch"), ","), _number(facts.get("virtual_workers"), "")]
-        rows.append([*cells, _number(facts.get("peak_lr"), ".4g")])
+        batches = batches_of(results, arm)
+        cells.append(batch_words(batches) if len(batches) > 1 else _number(facts.get("global_batch"), ","))
+        cells += [step_words(results, arm)] if grows else []
+        rows.append([*cells, _number(facts.get("virtual_workers"), ""), _number(facts.get("peak_lr"), ".4g")])
     return heads, rows
 
 

@@ -28,6 +28,7 @@ from paceline.config import Config, check_options, merge_options, names_with
 from paceline.dist.place import read_place
 from paceline.errors import UsageError, unknown
 from paceline.options import Role
+from paceline.phases import check_largest, make_phases, parse_batch_schedule, resize_batch_schedule
 from paceline.settings import parse_setting
 from paceline.study.results import read_results, table
 from paceline.study.runs import RunSpec
@@ -192,8 +193,8 @@ def shrink(study: Study) -> Study:
     """A tiny version of a study that checks in a minute on a CPU that every arm's options work. Its results mean nothing.
 
     One seed, one epoch of 3 steps of the mini data (limited to its 6,000 images), a small conv net. All batches are divided by
-    32, so k stays the same; a part has at least 4 samples, so V stays the same too. A user's own task keeps its data and model
-    and makes 3 steps.
+    32, so k stays the same; a part has at least 4 samples, so V stays the same too. A batch schedule keeps its phases, in
+    more steps. A user's own task keeps its data and model and makes 3 steps.
     """
     own = not is_built_in(study.task)
     arms = []
@@ -232,7 +233,11 @@ def list_runs(study: Study) -> list[RunSpec]:
             workers = config.workers or 1
             parts = config.virtual_workers or workers
             check_parts(parts, workers)
-            check_divides(config.global_batch or config.reference_batch * parts, parts)
+            pairs = parse_batch_schedule(config.batch_schedule)
+            check_largest(pairs, config.global_batch)
+            largest = max((batch for _, batch in pairs), default=config.reference_batch * parts)
+            check_divides(config.global_batch or largest, parts)
+            make_phases(pairs, parts, config.smallest_part)
             check_comparable(config, parts)
             resolved[arm.name], given[arm.name] = vars(config), _with_settings(arm.options, config)
     return [
@@ -247,13 +252,22 @@ def _with_settings(options: Mapping[str, Any], config: Config) -> dict[str, Any]
     return {**options, **({"set": config.set} if config.set else {})}
 
 
-def _small_batches(options: Mapping[str, Any]) -> dict[str, int]:
+def _small_batches(options: Mapping[str, Any]) -> dict[str, Any]:
     config = check_options({"reference_batch": Config.reference_batch, **options})
+    schedule = str(config.get("batch_schedule") or "")
+    pairs = parse_batch_schedule(schedule)
     parts = int(config.get("virtual_workers") or config.get("workers") or 1)
     reference = int(config["reference_batch"])
-    large = int(config.get("global_batch") or reference * parts)
-    small = parts * max(4, int(config.get("accumulate", 1)), large // 32 // parts)
-    return {"virtual_workers": parts, "global_batch": small, "reference_batch": max(1, round(reference * small / large))}
+    large = int(config.get("global_batch") or max((batch for _, batch in pairs), default=reference * parts))
+    accumulate = int(config.get("accumulate", 1))
+    small = parts * max(4, accumulate, large // 32 // parts)
+    found = {"virtual_workers": parts, "global_batch": small, "reference_batch": max(1, round(reference * small / large))}
+    if not schedule:
+        return found
+    smallest = max(4, accumulate, int(config.get("smallest_part", Config.smallest_part)) * small // large)
+    epochs = max(float(config.get("epochs", Config.epochs)), 1.0 + max((start for start, _ in pairs), default=0.0))
+    resized = resize_batch_schedule(schedule, small, parts, smallest, stretch=1 / epochs)
+    return {**found, "batch_schedule": resized, "smallest_part": smallest}
 
 
 _KEYS: dict[str, tuple[Any, str]] = {

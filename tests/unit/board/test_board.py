@@ -318,6 +318,20 @@ def test_a_validation_sends_its_rows_and_not_the_whole_record(root: Path) -> Non
     end_run(live)
 
 
+def test_a_phase_of_a_batch_schedule_sends_the_record_with_its_batch_and_its_steps(root: Path) -> None:
+    live, phase = begin_run(root, "live"), {"kind": "phase", "virtual_workers": 2}
+    live.row({**phase, "step": 0, "epoch": 0.0, "global_batch": 64, "total_steps": 80})
+    add_steps(live, 1, 3)
+    with serving(root) as server, Stream(server, "run=live") as stream:
+        assert stream.until("source")["source"]["batch"] == ""
+        live.row({**phase, "step": 3, "epoch": 0.1, "global_batch": 256, "total_steps": 41})
+        add_steps(live, 4, 4)
+        source = stream.until("source")["source"]
+        assert (source["batch"], source["facts"]["total_steps"]) == ("64 to 256 in 2 phases", 41)
+        assert [phase["step"] for phase in source["phases"]] == [0, 3]
+    end_run(live)
+
+
 def test_new_and_removed_runs_are_sent(root: Path) -> None:
     with serving(root) as server, Stream(server) as stream:
         assert [run["name"] for run in stream.until("runs")["changed"]] == ["one"]

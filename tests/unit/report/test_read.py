@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.pages import make_landscape, make_scale, make_timeline, make_train
+from harness.pages import make_growing, make_landscape, make_scale, make_timeline, make_train
 from paceline.board.summaries import read_summary
 from paceline.records import Record
 from paceline.report.read import find_sources, is_running, read_source
@@ -199,6 +199,45 @@ def test_a_run_resumed_on_other_workers_has_theirs_in_the_list_and_its_command_o
     (demo / "result.json").unlink()
     line = read_summary(demo)
     assert (line["steps"], line["accuracy"]) == (41, pytest.approx(0.68))  # the epochs after step 40 are repeated
+
+
+def test_a_growing_batch_is_shown_as_such(tmp_path: Path) -> None:
+    path = make_growing(tmp_path / "growing")
+    source = read_source(path)
+    assert [(phase["step"], phase["global_batch"], phase["virtual_workers"]) for phase in source["phases"]] == [
+        (0, 150, 1),
+        (10, 450, 2),
+    ]
+    assert source["batch"] == "150 to 450 in 2 phases"
+    assert "(V = 2, global batch 150 to 450 in 2 phases) to accuracy" in source["summary"]
+    assert source["facts"]["total_steps"] == 60  # as of the last phase
+    line = read_summary(path)
+    assert (line["global_batch"], line["total_steps"]) == ({"low": 150, "high": 450}, 60)
+    append(path, {"kind": "resume", "step": 10, "contract": {"total_steps": 70}}, {"kind": "step", "step": 20})
+    again = read_source(path)
+    assert (len(again["phases"]), again["batch"], again["facts"]["total_steps"]) == (1, "", 70)
+    assert (read_summary(path)["global_batch"], read_summary(path)["total_steps"]) == (150, 70)
+
+
+def test_the_phases_of_a_given_schedule_are_known_before_they_begin(tmp_path: Path) -> None:
+    planned = [
+        {"start": start, "global_batch": batch, "virtual_workers": 2, "steps": 40} for start, batch in ((0.0, 150), (2.0, 300))
+    ]
+    path = make_train(tmp_path / "run", phases=[*planned, "no phase"])
+    source = read_source(path)
+    assert source["batch"] == "150 to 300 in 2 phases"
+    # A run that branched off has no rows of earlier phases. At step 60, it is in the second.
+    assert [(phase["step"], phase["epoch"]) for phase in source["phases"]] == [(0, 0.0), (40, 2.0)]
+    assert read_summary(path)["global_batch"] == {"low": 150, "high": 300}
+    (path / "result.json").unlink()
+    (path / "metrics.jsonl").write_text("")
+    assert read_source(path)["phases"] == []
+
+
+def test_a_constant_batch_has_no_phases(demo: Path) -> None:
+    source = read_source(demo)
+    assert (source["phases"], source["batch"]) == ([], "")
+    assert "global batch 256)" in source["summary"]
 
 
 def test_the_worker_that_the_others_wait_for_and_its_lag(demo: Path) -> None:

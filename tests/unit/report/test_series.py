@@ -50,14 +50,38 @@ def test_rows_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> None:
     assert found.notes == ["resumed from step 2 on 3 workers"]
 
 
-@given(rows=st.lists(st.tuples(st.sampled_from(["step", "epoch", "health", "resume"]), st.integers(0, 4)), max_size=12))
+@given(
+    rows=st.lists(st.tuples(st.sampled_from(["step", "epoch", "health", "phase", "resume"]), st.integers(0, 4)), max_size=12)
+)
 def test_the_same_rows_are_left_out_as_by_read_metrics(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
     path = tmp_path_factory.mktemp("record")
-    write(path / "metrics.jsonl", *({"kind": kind, "step": at, "place": place} for place, (kind, at) in enumerate(rows)))
+    each = {"epoch": 1, "global_batch": 8, "virtual_workers": 1}
+    write(
+        path / "metrics.jsonl", *({"kind": kind, "step": at, "place": place, **each} for place, (kind, at) in enumerate(rows))
+    )
     found = read_metrics_columns(path / "metrics.jsonl")
     for kind in ("step", "epoch", "health"):
         kept = [row["place"] for row in read_metrics(path) if row["kind"] == kind]
         assert thin(getattr(found, kind)).get("place", []) == kept
+    assert [phase["step"] for phase in found.phases] == [row["step"] for row in read_metrics(path) if row["kind"] == "phase"]
+
+
+def test_a_phase_counts_once_where_a_resumed_run_begins_it_again(tmp_path: Path) -> None:
+    first, second = (
+        {"kind": "phase", "step": at, "epoch": at / 8, "global_batch": 8 + at, "virtual_workers": 2} for at in (0, 4)
+    )
+    found = read_metrics_columns(write(tmp_path / "m", first, second, {"kind": "resume", "step": 4}, second))
+    assert [(phase["step"], phase["global_batch"]) for phase in found.phases] == [(0, 8), (4, 12)]
+    found = read_metrics_columns(write(tmp_path / "n", first, second, {"kind": "resume", "step": 3}, step(4)))
+    assert [phase["step"] for phase in found.phases] == [0]  # this time the batch did not grow
+
+
+@pytest.mark.parametrize(
+    "change", [{"global_batch": 0}, {"virtual_workers": "2"}, {"epoch": None}, {"global_batch": 10**400}, {"step": -1}]
+)
+def test_a_phase_that_cannot_be_drawn_is_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
+    row = {"kind": "phase", "step": 0, "epoch": 0, "global_batch": 8, "virtual_workers": 2, **change}
+    assert read_metrics_columns(write(tmp_path / "m", row)).phases == []
 
 
 def test_rows_after_an_end_are_left_out(tmp_path: Path) -> None:

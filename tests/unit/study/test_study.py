@@ -278,6 +278,40 @@ def test_mini_divides_the_batches_by_32_and_keeps_v_and_k(options, batches):
     assert arm.options["train_samples"] == 3 * batches[1]
 
 
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"batch_schedule": "0:1024 1:2048 3:4096 6:8192", "virtual_workers": 4}, ("0:32 0.1:64 0.3:128 0.6:256", 256, 4)),
+        ({"batch_schedule": "0:1024 9:60000", "virtual_workers": 30, "smallest_part": 2000}, ("0:31 0.9:1860", 1860, 62)),
+        ({"batch_schedule": "0:1000 1:8192", "virtual_workers": 8, "smallest_part": 64}, ("0:28 0.1:256", 256, 4)),
+        ({"batch_schedule": "auto:512", "global_batch": 8192, "virtual_workers": 4}, ("auto", 256, 4)),
+        ({"batch_schedule": "auto", "global_batch": 512, "virtual_workers": 4}, ("auto:8", 16, 4)),
+        ({"batch_schedule": "0:512 12:1024", "virtual_workers": 2}, ("0:16 0.923076923077:32", 32, 4)),
+        ({"batch_schedule": {"0": 512, "1": 1024}, "accumulate": 4, "virtual_workers": 2}, ("0:16 0.1:32", 32, 4)),
+    ],
+)
+def test_mini_keeps_the_phases_of_a_batch_schedule(options, found):
+    options = {"epochs": 10, **options}
+    study = Study(name="s", source="s", task="fashion-mnist", seeds=(3,), reference="a", arms=(Arm(name="a", options=options),))
+    (arm,) = shrink(study).arms
+    assert tuple(arm.options[name] for name in ("batch_schedule", "global_batch", "smallest_part")) == found
+    assert list_runs(shrink(study))  # this checks the arm
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ("0:100 1:512", "the global batch of 100 from epoch 0 on does not divide into 3 equal parts"),
+        ("0:96 1:511", "a global batch of 511 does not divide"),
+    ],
+)
+def test_a_batch_schedule_is_checked_before_anything_is_trained(schedule, words):
+    arm = Arm(name="a", options={"batch_schedule": schedule, "virtual_workers": 8})
+    study = Study(name="s", source="s", task="fashion-mnist", seeds=(3,), reference="a", arms=(arm,))
+    with pytest.raises(UsageError, match=words):
+        list_runs(study)
+
+
 def test_every_arm_and_seed_is_a_record_and_the_second_call_does_nothing(runs, trained, capsys):
     assert cli.run(["study", write(TINY), "--out", "copy.json"]) == 0
     names = ["plain-seed0", "v-4-seed0", "plain-seed1", "v-4-seed1"]
@@ -309,6 +343,21 @@ def test_every_arm_and_seed_is_a_record_and_the_second_call_does_nothing(runs, t
     assert "4 runs, 4 already done" in capsys.readouterr().out
     assert cli.run(["study", "tiny.toml", "--set", "log_every=3"]) == 0  # says nothing about the model
     assert trained == names
+
+
+def test_a_growing_arm_shows_its_batches_and_its_steps(capsys):
+    grown = TINY.replace("virtual_workers = 4", 'virtual_workers = 2\nsmallest_part = 4\nbatch_schedule = "0:8 1:32"')
+    assert cli.run(["study", write(grown), "--seeds", "1"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"failed +median time to 0.3 +global batch +steps +V +peak lr\n", out)
+    assert re.search(r"\nplain .* 32 +8 +1 ", out)
+    assert re.search(r"\nV = 4 .* 8 to 32 in 2 phases +20 +2 ", out)
+    assert results()["runs"][1]["batches"] == [8, 32]
+    found = results()
+    del found["runs"][1]["batches"]  # as older results: the schedule is in the options
+    assert table(found) in out
+    found["study"]["arms"]["V = 4"]["options"]["batch_schedule"] = ["no schedule"]
+    assert "phases" not in table(found)
 
 
 def test_changed_options_run_again_and_the_old_record_is_kept(runs, trained, capsys):

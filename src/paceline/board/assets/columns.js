@@ -32,7 +32,7 @@ export function valueOf(column, summary, way) {
 
 /** One number if all are the same, else their range; null without any. */
 export function rangeOf(values) {
-  const known = values.filter(isNumber);
+  const known = values.flatMap((value) => (isRange(value) ? [value.low, value.high] : value)).filter(isNumber);
   if (!known.length) return null;
   const [low, high] = [Math.min(...known), Math.max(...known)];
   return low === high ? low : { low, high };

@@ -3,21 +3,12 @@
 (() => {
   const {
     state, trains, theme, lineStyle, colorPlace, safe, uid, clip, isNumber, seconds, plain, unitOf, node, key, twoParts, chart, allTool,
-    context, layout, rangeOf, robustRange, typical,
+    context, layout, rangeOf, robustRange, typical, column, grows, ownTicks,
   } = window.Paceline;
 
   // The dash of a run's epoch lines next to its step lines: runs of the same color have different ones.
   const DOTTED = { solid: "dot", dash: "dash", dot: "dashdot", dashdot: "longdashdot" };
   const X_WORDS = { step: "step", epoch: "epoch", time_s: "time" };
-
-  function column(source, table, name) {
-    const columns = (source.series || {})[table] || {};
-    if (name === "epoch" && table !== "epoch" && columns.step && isNumber((source.facts || {}).steps_per_epoch)) {
-      const each = source.facts.steps_per_epoch;
-      return each > 0 ? columns.step.map((step) => (step === null ? null : step / each)) : columns.epoch;
-    }
-    return columns[name];
-  }
 
   // The index of a metric's best validation; -1 for metrics of which nobody knows whether more is better.
   const UP = /(^|[_/])(accuracy|acc|f1|auc|precision|recall|score|bleu|iou|dice)(_|$)/;
@@ -51,7 +42,7 @@
   }
 
   const isByEpoch = ({ facts }) => String((facts || {}).schedule).includes("by epoch");
-  const isSmoothed = (table, name) => state.smooth > 0 && table !== "epoch" && name !== "lr";
+  const isSmoothed = (table, name) => state.smooth > 0 && table !== "epoch" && table !== "phase" && name !== "lr";
 
   const isLate = (source) => (column(source, "health", "lag_s") || []).some((value) => value > 0); // a single worker has no lag
 
@@ -68,7 +59,7 @@
   // All charts that the sources have data for: [{key, title, note, lines: [[table, column, "training" | "validation" | ""]]}].
   function chartsOf(sources) {
     const names = new Set();
-    const skip = new Set(["step", "epoch", "time_s", "lr", "noise_scale", "loss", "gain", "samples_per_s", "epoch_time_s"]);
+    const skip = new Set(["step", "epoch", "time_s", "lr", "noise_scale", "loss", "gain", "samples_per_s", "epoch_time_s", "global_batch"]);
     for (const source of sources) {
       for (const name of Object.keys(source.series.step || {})) if (!skip.has(name)) names.add(name);
       for (const name of Object.keys(source.series.epoch || {})) {
@@ -83,6 +74,10 @@
         .map((name) => ({ key: `m-${name}`, title: words(name), lines: both(name) })),
       { key: "lr", title: "Learning rate", lines: [["step", "lr", ""]] },
       {
+        key: "batch", title: "Global batch", log: true, phases: true,
+        lines: [["phase", "global_batch", "batch"], ["phase", "virtual_workers", "parts (V)"]],
+      },
+      {
         key: "speed", title: unit[0].toUpperCase() + unit.slice(1),
         lines: [["health", "samples_per_s", "while training"], ["epoch", "samples_per_s", "whole epochs"]], zero: true,
       },
@@ -96,7 +91,8 @@
     const drawn = ([table, name]) => sources.some((source) => has(column(source, table, name)));
     return all
       .map((chart) => ({ ...chart, lines: chart.lines.filter(drawn) }))
-      .filter((chart) => chart.lines.length && (chart.key !== "lag" || sources.some(isLate)));
+      .filter((chart) => chart.lines.length && (chart.key !== "lag" || sources.some(isLate)))
+      .filter((chart) => chart.key !== "batch" || sources.some(grows));
   }
 
   const words = (name) => (name.charAt(0).toUpperCase() + name.slice(1)).replace(/_/g, " ");
@@ -185,7 +181,8 @@
       for (const [table, name, what] of chart.lines) {
         const [xs, ys] = name === "lr" ? rates(source, x) : [column(source, table, x), column(source, table, name)];
         if (!has(ys) || !has(xs) || (chart.key === "lag" && !isLate(source))) continue;
-        const points = table === "epoch" || ys.filter(isNumber).length < 3, dotted = table === "epoch" && two;
+        const points = table === "epoch" || (!chart.phases && ys.filter(isNumber).length < 3);
+        const dotted = two && (table === "epoch" || name === "virtual_workers");
         const size = ys.length > 100 ? 3 : ys.length > 30 ? 5 : 7; // many dots would hide their own line
         const best = table === "epoch" && name.startsWith("val_") ? bestIndex(name.slice(4), ys) : -1;
         const label = [
@@ -198,7 +195,8 @@
           y: chart.by ? ys.map((value) => (value === null ? null : value * chart.by)) : ys,
           line: {
             color: style.color, dash: dotted ? DOTTED[style.dash] : style.dash, width: dotted ? 1.4 : 1.8,
-            shape: name === "lr" && isByEpoch(source) ? "vh" : "linear", // a rate holds up to its row
+            // A rate holds up to its row, a phase from its row on.
+            shape: chart.phases ? "hv" : name === "lr" && isByEpoch(source) ? "vh" : "linear",
           },
           marker: {
             size: best < 0 ? size : ys.map((_, index) => (index === best ? 14 : size)), color: style.color,
@@ -232,7 +230,7 @@
         yaxis: {
           type: context.log ? "log" : "linear", rangemode: chart.zero && !context.log ? "tozero" : "normal",
           title: { text: chart.unit || "" }, tickformat: context.log ? "~g" : ",.6~g", nticks: 7,
-          ...(range ? { range: [range.low, range.high] } : context.log ? {} : flatAxis(data)),
+          ...(range ? { range: [range.low, range.high] } : context.log ? (chart.phases ? ownTicks(data) : {}) : flatAxis(data)),
         },
       }),
     };
@@ -331,7 +329,7 @@
     const starred = each.lines.some(([, name]) => name.startsWith("val_") && bestIndex(name.slice(4), [1]) === 0);
     return [
       seen.length > 1
-        ? `line: ${seen[0]}; dots: ${seen[1]}` : seen[0] === "validation" || seen[0] === "training" ? seen[0] : each.note || "",
+        ? `line: ${seen[0]}; ${each.phases ? "dotted" : "dots"}: ${seen[1]}` : seen[0] === "validation" || seen[0] === "training" ? seen[0] : each.note || "",
       starred ? "star: best" : "", log ? "log scale" : "", range ? "arrows: outside the axis" : "",
     ].filter(Boolean).join("; ");
   }
@@ -351,9 +349,9 @@
   function curves(sources) {
     const runs = trains(sources);
     return chartsOf(runs).map((each) => {
-      const wide = each.log && isWide(each, runs), log = state.log.has(each.key) ? state.log.get(each.key) : wide;
+      const wide = each.log && (each.phases || isWide(each, runs)), log = state.log.has(each.key) ? state.log.get(each.key) : wide;
       const shown = runs.filter((source) => !state.hidden.has(source.id));
-      const near = nearRange(each, shown, log), range = state.all.has(each.key) ? null : near;
+      const near = each.phases ? null : nearRange(each, shown, log), range = state.all.has(each.key) ? null : near;
       const tools = [...(near ? [allTool(each.key)] : []), ...(each.log ? [logTool(each.key, log)] : [])];
       const own = (plot) => ({ ...plot, log, range });
       return chart({
@@ -367,5 +365,5 @@
   window.Paceline.sections.tools = { title: "", make: toolbar };
   // `quiet`: below the toolbar, a visible head would only take space.
   window.Paceline.sections.curves = { title: "Curves", quiet: true, grid: true, make: curves };
-  Object.assign(window.Paceline, { column, xAxis, bestOf });
+  Object.assign(window.Paceline, { xAxis, bestOf });
 })();

@@ -87,6 +87,10 @@
     if (isNumber(facts.workers)) {
       add("workers", commas(facts.workers), isNumber(facts.virtual_workers) ? `V = ${commas(facts.virtual_workers)}` : "");
     }
+    if (source.batch) {
+      const [batches, phases] = source.batch.split(" in ");
+      add("global batch", batches, phases);
+    }
     if (isNumber(last.noise_scale)) add("noise scale", commas(Math.round(last.noise_scale)), unitOf([source]));
     return {
       key: "tiles", sign: said,
@@ -110,7 +114,7 @@
 
   function runsTable(sources) {
     const facts = sources.map(
-      (source) => [source.id, source.name, source.status, source.summary, source.error, source.last, bests(source), colorPlace(source.id), theme()]
+      (source) => [source.id, source.name, source.status, source.summary, source.error, source.last, source.batch, bests(source), colorPlace(source.id), theme()]
     );
     return { key: "runs", sign: facts, make: () => {
       const runs = trains(sources), number = (value, said = commas) => (isNumber(value) ? said(value) : "–");
@@ -124,8 +128,8 @@
         [`${unitOf(runs)}/s`, ({ last }) => (last.samples_per_s ? commas(last.samples_per_s) : "–")],
         ["time", ({ last }) => (last.time_s ? time(last.time_s) : "–")], ["steps", ({ last }) => number(last.steps)],
         ...[["workers", "workers"], ["V", "virtual_workers"], ["global batch", "global_batch"]]
-          .filter(([, fact]) => new Set(runs.map((run) => run.facts[fact])).size > 1) // the same for all: not a result
-          .map(([title, fact]) => [title, (source) => number(source.facts[fact])]),
+          .map(([title, fact]) => [title, (source) => (fact === "global_batch" && source.batch) || number(source.facts[fact])])
+          .filter(([, cell]) => new Set(runs.map(cell)).size > 1), // the same for all: not a result
       ];
       const box = table({
         head: columns.map(([title]) => title), rows: runs.map((source) => columns.map(([, cell]) => cell(source))), numbers: 2,

@@ -137,10 +137,10 @@
         }));
       }
       items.push({ key: `table ${source.id}`, sign: found, make: () => {
-        const timed = found.target !== null,
+        const timed = found.target !== null, grows = found.arms.some((arm) => arm.batch),
           head = [
             "arm", "verdict", `${found.metric}, mean ± sd (n)`, `difference from ${found.reference}`, "failed",
-            ...(timed ? [`median time to ${found.target}`] : []), "global batch", "V", "peak lr",
+            ...(timed ? [`median time to ${found.target}`] : []), "global batch", ...(grows ? ["steps"] : []), "V", "peak lr",
           ];
         const verdict = (arm) => node(
           "span", {}, node("span", { class: `badge ${tones[arm.verdict] || ""}` }, arm.verdict),
@@ -150,7 +150,7 @@
         const reached = (arm) => `${typical(arm)} (${arm.reached} of ${arm.runs})`;
         const rows = found.arms.map((arm) => [
           arm.name, verdict(arm), arm.spread, arm.difference || "–", String(arm.failed), ...(timed ? [reached(arm)] : []),
-          plain(arm.global_batch), plain(arm.virtual_workers), plain(arm.peak_lr),
+          arm.batch || plain(arm.global_batch), ...(grows ? [arm.steps] : []), plain(arm.virtual_workers), plain(arm.peak_lr),
         ]);
         const box = table({ head, rows, numbers: 2, caption: `${title}: arms and verdicts` });
         box.querySelectorAll("tbody tr > :nth-child(2)").forEach((cell) => cell.classList.add("verdict-cell"));

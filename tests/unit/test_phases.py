@@ -1,0 +1,62 @@
+"""Batch schedules that are made or resized, and how they are written."""
+
+import pytest
+
+from paceline.phases import batch_words, grow_batch, make_phases, parse_batch_schedule, resize_batch_schedule
+
+
+@pytest.mark.parametrize(
+    ("batch", "epochs", "parts", "smallest", "least", "schedule"),
+    [
+        (8192, 10, 64, 32, 128, "0:1024 1:2048 3:4096 6:8192"),
+        (1024, 10, 8, 32, 128, "0:128 1:256 3:512 6:1024"),
+        (1024, 2, 8, 32, 128, "0:128 0.2:256 0.6:512 1.2:1024"),
+        (512, 10, 4, 32, 128, "0:128 3:256 6:512"),  # batches below the reference are left out
+        (256, 10, 2, 32, 128, "0:128 6:256"),
+        (128, 10, 2, 32, 128, ""),
+        (192, 10, 2, 32, 128, ""),
+        (1100, 10, 11, 10, 100, "0:132 1:275 3:550 6:1100"),  # 137 does not divide into 11 parts
+    ],
+)
+def test_a_batch_grows_in_doublings(batch, epochs, parts, smallest, least, schedule):
+    found = grow_batch(batch, epochs, parts, smallest, least)
+    assert found == schedule
+    make_phases(parse_batch_schedule(found), parts, smallest)  # raises unless every batch divides into its parts
+
+
+@pytest.mark.parametrize("parts", [2, 3, 7, 48, 64])
+@pytest.mark.parametrize("smallest", [1, 8, 32])
+@pytest.mark.parametrize("times", [16, 33, 128])
+def test_made_batches_divide_into_their_parts(parts, smallest, times):
+    for text in (
+        grow_batch(parts * times, 10, parts, smallest, 1),
+        resize_batch_schedule(GIVEN, parts * times, parts, smallest),
+    ):
+        phases = make_phases(parse_batch_schedule(text), parts, smallest)
+        assert (phases[-1].global_batch, phases[-1].parts) == (parts * times, parts)
+
+
+GIVEN = "0:1024 1:2048 3:4096 6:8192"
+
+
+@pytest.mark.parametrize(
+    ("given", "batch", "parts", "stretch", "schedule"),
+    [
+        (GIVEN, 8192, 64, 1, GIVEN),
+        (GIVEN, 4096, 64, 1, "0:512 1:1024 3:2048 6:4096"),
+        (GIVEN, 8192, 64, 0.2, "0:1024 0.2:2048 0.6:4096 1.2:8192"),
+        (GIVEN, 6400, 50, 1, "0:800 1:1600 3:3200 6:6400"),
+        ("0:512 1:8192 9:1024", 4096, 4, 1, "0:256 1:4096 9:512"),  # the largest need not be the last
+        ("auto", 8192, 64, 1, "auto"),
+        ("auto:512", 4096, 64, 1, "auto"),
+        ("auto", 512, 4, 1, "auto:64"),  # its first batch needs two parts of 32
+        ("", 512, 4, 1, ""),
+    ],
+)
+def test_a_schedule_is_resized(given, batch, parts, stretch, schedule):
+    assert resize_batch_schedule(given, batch, parts, 32, stretch=stretch) == schedule
+
+
+def test_phases_in_words():
+    assert batch_words([1024, 2048, 4096, 8192]) == "1,024 to 8,192 in 4 phases"
+    assert (batch_words([1024]), batch_words([])) == ("1,024", "")
