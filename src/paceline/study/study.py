@@ -27,6 +27,7 @@ from typing import Any
 from paceline.config import Config, check_options, merge_options, names_with
 from paceline.dist.place import read_place
 from paceline.errors import UsageError, unknown
+from paceline.joins import most_workers
 from paceline.options import Role
 from paceline.settings import parse_setting
 from paceline.study.results import read_results, table
@@ -229,7 +230,7 @@ def list_runs(study: Study) -> list[RunSpec]:
             task, config = tasks.resolve(study.task, arm.options)
             if task.validation is None:
                 raise UsageError(f"task {task.name} has no validation data, so nothing can be compared: give it validation=...")
-            workers = config.workers or 1
+            workers = config.workers or most_workers(config.workers_schedule) or 1
             parts = config.virtual_workers or workers
             check_parts(parts, workers)
             check_divides(config.global_batch or config.reference_batch * parts, parts)
