@@ -3,6 +3,7 @@ longer finite."""
 
 import hashlib
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
@@ -85,6 +86,7 @@ def fit(
                 teller = Teller(run, observers, progress)
                 _Fit(run, teller, progress, keeper, watch, joins).train(arrival)
         except Joining as join:
+            traceback.clear_frames(join.__traceback__)  # they refer to the graphs: see `_Fit.train`
             result = replace(progress.result, status=Status.INTERRUPTED, why=str(join))
             if teller is not None:
                 teller.end(result, failed=True)
