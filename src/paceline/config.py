@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from paceline.errors import UsageError, unknown
 from paceline.hints import unknown_key
+from paceline.joins import AUTO, parse_workers_schedule, write_workers_schedule
 from paceline.options import RemembersGiven, Role, copied, option, option_of
 from paceline.phases import parse_batch_schedule, write_batch_schedule
 from paceline.settings import Settings, make_settings
@@ -39,8 +40,20 @@ class Config(RemembersGiven):
     """
 
     workers: int | None = _place(None, Role.TIMING, Role.LAUNCH, Role.PLACE, Role.COMMON, at_least=1, at_most=4096)
-    """Workers to start on this node, each on its own GPU, or on the CPU if there is no GPU (default 1). Not needed under
-    torchrun, srun or mpirun, which start the workers themselves."""
+    """Workers to start on this node, each on its own GPU, or on the CPU if there is no GPU (default 1). auto: more of them as
+    --batch-schedule grows the batch. Not needed under torchrun, srun or mpirun, which start the workers themselves."""
+    workers_schedule: str = _place(
+        "",
+        Role.TIMING,
+        Role.LAUNCH,
+        Role.PLACE,
+        Role.WHOLE_RUN,
+        parse=parse_workers_schedule,
+        metavar="EPOCH:WORKERS...",
+    )
+    """Let workers join during the run: "0:1 1:2 2.5:4" means 2 workers from epoch 1 on. auto, the same as --workers auto: as
+    many as keep the samples per worker about constant, up to one per GPU, or per core without GPUs (auto:4: up to 4). Only on
+    one node."""
     virtual_workers: int | None = _place(None, Role.MODEL, Role.LAUNCH, Role.STATE, Role.SEVERAL_PARTS, Role.COMMON, at_least=1)
     """V: split every step into V parts, each computed as one worker would (default: one part per worker). The model depends on
     V, not on how many workers, from 1 to V, compute it."""
@@ -272,6 +285,8 @@ class Config(RemembersGiven):
             raise UsageError(
                 f"--node-id is {self.node_id}: with --nodes {self.nodes} it must be between 0 and {self.nodes - 1}"
             )
+        if self.workers_schedule:
+            self._check_workers_schedule()
         if self.min_workers and self.workers and self.min_workers > self.workers:
             raise UsageError(f"--min-workers is {self.min_workers}: it must be at most --workers {self.workers}")
         if self.warmup_epochs and self.warmup_steps:
@@ -301,6 +316,14 @@ class Config(RemembersGiven):
                 " --virtual-workers"
             )
 
+    def _check_workers_schedule(self) -> None:
+        if self.workers is not None:
+            raise UsageError("--workers and --workers-schedule are both given: choose one")
+        if self.nodes > 1:
+            raise UsageError("--workers-schedule works on one node: leave it out, or leave out --nodes")
+        if self.min_workers is not None:
+            raise UsageError("--workers-schedule says how many workers there are: leave it out, or leave out --min-workers")
+
 
 _BETAS = {"novograd": (0.95, 0.98)}
 
@@ -321,18 +344,31 @@ def make_config(*layers: Mapping[str, Any]) -> Config:
 def merge_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge layers of options; later layers win.
 
-    A warm-up in steps replaces one in epochs, and the other way around. Settings are merged key by key.
+    A warm-up in steps replaces one in epochs, and the other way around; so do a number of workers and a schedule of them.
+    Settings are merged key by key.
     """
     merged: dict[str, Any] = {}
-    for layer in layers:
+    for layer in map(_spell_out, layers):
         settings = [each for each in (merged.get("set"), layer.get("set")) if isinstance(each, Mapping)]
         for name, other in (("warmup_epochs", "warmup_steps"), ("warmup_steps", "warmup_epochs")):
             if name in layer or layer.get("schedule") == "one-cycle":
+                merged.pop(other, None)
+        for name, other in (("workers", "workers_schedule"), ("workers_schedule", "workers")):
+            if layer.get(name):
                 merged.pop(other, None)
         merged |= layer
         if len(settings) == 2:
             merged["set"] = {**settings[0], **settings[1]}
     return merged
+
+
+def _spell_out(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options, with `--workers auto` as the schedule that it stands for."""
+    if options.get("workers") != AUTO:
+        return options
+    if options.get("workers_schedule"):
+        raise UsageError("--workers and --workers-schedule are both given: choose one")
+    return {**{name: value for name, value in options.items() if name != "workers"}, "workers_schedule": AUTO}
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,7 +379,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     fields = {field.name: field for field in dataclasses.fields(Config)}
     kinds = typing.get_type_hints(Config)
     converted = {}
-    for key, value in options.items():
+    for key, value in _spell_out(options).items():
         if key not in fields:
             raise unknown_key(key, fields)
         converted[key] = _convert(key, value, kinds[key])
@@ -361,6 +397,8 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
         return make_settings({} if value is None else value)
     if key == "batch_schedule" and isinstance(value, Mapping):
         return write_batch_schedule(value)
+    if key == "workers_schedule" and isinstance(value, Mapping):
+        return write_workers_schedule(value)
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if value not in choices:

@@ -52,6 +52,8 @@ class Contract:
     seed: int
     loader: str
     record: str
+    joins: str = ""
+    """With `--workers-schedule`: how many workers there are at which time."""
     phases: tuple[dict[str, Any], ...] = ()
     """With `--batch-schedule`, for each phase: start (in epochs), global_batch, virtual_workers, part_batch, steps, peak_lr (at
     the top of the schedule) and samples_per_worker (the most that a worker computes in a step). For "auto": those so far."""
@@ -71,12 +73,18 @@ class Contract:
     """The record whose checkpoint the run continues from, and the options that changed."""
     resumed_at: int | None = None
     """The step that a resumed run continues from."""
+    validated: bool = False
+    """The epoch that ended with that step was finished, with its validation, before the checkpoint was written."""
+    took_over_from: int = 0
+    """How many workers there were before these took over (`--workers-schedule`)."""
     extended: str = ""
     """What changes in a resumed run that trains longer than first planned."""
 
     def lines(self) -> list[tuple[str, str]]:
-        """(name, text) of each line to print. A resumed run prints only what may have changed."""
+        """(name, text) of each line to print. A resumed run prints only what may have changed, and nothing after a join."""
         lines = contract_lines(self.as_dict())
+        if self.took_over_from:
+            return []
         if self.resumed_at is None:
             return lines
         return [line for line in lines if line[0] in ("resumed", "extended", "workers", "device")]
@@ -170,6 +178,7 @@ _LINES: dict[str, Callable[..., str]] = {
     "initialized": lambda initialized: f"from {initialized}" if initialized else "",
     "reference": lambda reference_batch, base_lr: f"batch {reference_batch:,} at lr {base_lr:g}",
     "workers": _workers,
+    "joins": lambda joins="": f"{joins}",
     "global batch": _global_batch,
     "scale": _scale,
     "optimizer": lambda optimizer, schedule, warmup: f"{optimizer}, {schedule}, warm-up {warmup}",

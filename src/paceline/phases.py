@@ -5,15 +5,13 @@ What the parts of a phase are follows from the schedule, V and `--smallest-part`
 imports torch.
 """
 
-import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import UsageError
 from paceline.output import plural
-from paceline.values import short
+from paceline.values import parse_pairs, short, write_pairs
 
 AUTO = "auto"
 _HALVINGS = 5
@@ -40,7 +38,7 @@ class Phase:
 def is_auto(text: str) -> bool:
     """Whether a `--batch-schedule` follows the noise scale. Raises a UsageError for a start that is not a batch."""
     word, colon, start = text.partition(":")
-    if word == AUTO and colon and not _number(start, int, text):
+    if word == AUTO and colon and not (start.isdecimal() and start.isascii() and 0 < int(start[:20]) <= _MOST_BATCH):
         raise UsageError(f"--batch-schedule is {short(repr(text))}: {_RULE}")
     return word == AUTO
 
@@ -85,35 +83,15 @@ def parse_batch_schedule(text: str) -> tuple[tuple[float, int], ...]:
     """The (epoch, global batch) pairs of a `--batch-schedule`; empty for "" and "auto"."""
     if not text or is_auto(text):
         return ()
-    pairs: list[tuple[float, int]] = []
-    for each in text.replace(",", " ").split():
-        epoch, colon, batch = each.partition(":")
-        pairs.append((_number(epoch, float, text), _number(batch, int, text) if colon else -1))
-    if not pairs or any(batch < 1 for _, batch in pairs):
-        raise UsageError(f"--batch-schedule is {short(repr(text))}: {_RULE}")
-    if pairs[0][0] != 0:
-        raise UsageError(f"--batch-schedule starts at epoch {pairs[0][0]:g}: the first phase must start at epoch 0")
-    for (before, _), (start, size) in itertools.pairwise(pairs):
-        if start <= before:
-            raise UsageError(
-                f"--batch-schedule: {start:g}:{size} comes after a phase that starts at epoch {before:g}: each phase must"
-                " start later than the one before"
-            )
-    return tuple(pairs)
+    return parse_pairs("batch_schedule", text, _RULE, "phase")
 
 
 def write_batch_schedule(pairs: Sequence[tuple[float, int]] | Mapping[Any, Any]) -> str:
     """The text of a schedule, from pairs or from a table as TOML has it: {"0" = 1024, "2.5" = 4096}."""
-    items = pairs.items() if isinstance(pairs, Mapping) else pairs
-    text = " ".join(f"{_write_start(start)}:{batch}" for start, batch in items)
+    text = write_pairs(pairs)
     if not parse_batch_schedule(text):
         raise UsageError(f"--batch-schedule has no phases: {_RULE}")
     return text
-
-
-def _write_start(start: Any) -> str:
-    """A time that reads back as the same number."""
-    return f"{start:g}" if isinstance(start, float) and float(f"{start:g}") == start else f"{start}"
 
 
 def make_phases(pairs: Sequence[tuple[float, int]], parts: int, smallest_part: int) -> tuple[Phase, ...]:
@@ -190,13 +168,3 @@ def _whole_parts(batch: int, parts: int, smallest_part: int) -> int:
     """The batch, rounded down to a multiple of the parts that `make_phases` cuts it into."""
     count = min(parts, max(1, batch // smallest_part))
     return batch // count * count
-
-
-def _number(text: str, kind: Any, whole: str) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = -1
-    if not (math.isfinite(value) and 0 <= value <= _MOST_BATCH):
-        raise UsageError(f"--batch-schedule is {short(repr(whole))}: {_RULE}")
-    return value

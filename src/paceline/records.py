@@ -3,7 +3,8 @@
     config.toml        the resolved configuration; `--recipe` reads it back
     environment.json   versions, hardware, launcher, command, git revision, the contract
     metrics.jsonl      append-only rows: "kind": "step" every few steps, "epoch" once per epoch, "health" with the components of
-                       a step's time, "note" and "resume" for events (`read_metrics` drops rows that a resumed run repeated)
+                       a step's time, "note", "resume" and "join" (other workers take over) for events (`read_metrics` drops
+                       rows that a resumed run repeated)
     timeline.json      with --profile: a few steps of all workers, in Chrome's trace format
     scale.json         written by `paceline scale`, in a record of its own
     course.csv         time,val_accuracy: one line per epoch
@@ -91,7 +92,8 @@ class Record:
         self.row({"kind": "resume", "step": step, **about})
         if not rows and (self.path / "course.csv").stat().st_size:
             return  # metrics.jsonl was lost: keep these lines, because they cannot be rebuilt
-        epochs = [row for row in rows if row["kind"] == "epoch" and not is_repeated("epoch", row.get("step"), step)]
+        validated = about.get("validated") is True
+        epochs = [row for row in rows if row["kind"] == "epoch" and not is_repeated("epoch", row.get("step"), step, validated)]
         with _explained(self.path):
             self._csv.file.truncate(0)  # in place: a full disk has no room for a second file; the lines are held in memory
             self._csv.append(_CSV_HEADER + "".join(map(_csv_line, epochs)))
@@ -199,18 +201,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for row in filter(None, map(parse_row, _lines(path))):
         if row["kind"] == "resume":
-            rows = [old for old in rows if not is_repeated(old["kind"], old.get("step"), row["step"])]
+            at, validated = row["step"], row.get("validated") is True
+            rows = [old for old in rows if not is_repeated(old["kind"], old.get("step"), at, validated)]
         rows.append(row)
     return rows
 
 
-def is_repeated(kind: str, step: float | None, resumed_at: float) -> bool:
+def is_repeated(kind: str, step: float | None, resumed_at: float, validated: bool = False) -> bool:
     """Whether a run that resumed at a step writes this earlier row again: the one rule for readers of metrics.jsonl.
 
-    A checkpoint at an epoch's last step is taken before its validation, so the epoch's row is written again, too. A phase's row
-    has the number of steps before it, so a run that resumed there writes it again.
+    A checkpoint at an epoch's last step is taken before its validation, so the epoch's row is written again, too; unless the
+    `resume` row says `validated`: workers that hand over to others finish the epoch first. A phase's row has the number of
+    steps before it, so a run that resumed there writes it again.
     """
-    return step is not None and (step >= resumed_at if kind in ("epoch", "phase") else step > resumed_at)
+    again = kind == "phase" or (kind == "epoch" and not validated)
+    return step is not None and (step >= resumed_at if again else step > resumed_at)
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:

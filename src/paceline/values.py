@@ -1,6 +1,9 @@
 """Options as text: names of flags, names of folders, and options that are written as text but mean numbers."""
 
+import itertools
+import math
 import unicodedata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,45 @@ def check_record_name(name: str) -> None:
     """Raise a UsageError if `--name` is neither empty nor the name of a folder."""
     if name:
         check_name("--name", name, "; --runs-dir sets the folder")
+
+
+def parse_pairs(name: str, text: str, rule: str, what: str) -> tuple[tuple[float, int], ...]:
+    """The (epoch, number) pairs of an option such as "0:1024 1:2048 2.5:4096". `what` begins at each of these epochs."""
+    pairs = []
+    for each in text.replace(",", " ").split():
+        epoch, colon, number = each.partition(":")
+        pairs.append((_number(epoch, float), int(_number(number, int)) if colon else -1))
+    if not pairs or any(start < 0 or number < 1 for start, number in pairs):
+        raise UsageError(f"{flag(name)} is {short(repr(text))}: {rule}")
+    if pairs[0][0] != 0:
+        raise UsageError(f"{flag(name)} starts at epoch {pairs[0][0]:g}: the first {what} must start at epoch 0")
+    for (before, _), (start, count) in itertools.pairwise(pairs):
+        if start <= before:
+            raise UsageError(
+                f"{flag(name)}: {start:g}:{count} comes after a {what} that starts at epoch {before:g}: each {what} must start"
+                " later than the one before"
+            )
+    return tuple(pairs)
+
+
+def write_pairs(pairs: Sequence[tuple[float, int]] | Mapping[Any, Any]) -> str:
+    """The text of (epoch, number) pairs, also from a table as TOML has it: {"0" = 1024, "2.5" = 4096}."""
+    items = pairs.items() if isinstance(pairs, Mapping) else pairs
+    return " ".join(f"{_write_start(start)}:{number}" for start, number in items)
+
+
+def _write_start(start: Any) -> str:
+    """A time that reads back as the same number."""
+    return f"{start:g}" if isinstance(start, float) and float(f"{start:g}") == start else f"{start}"
+
+
+def _number(text: str, kind: type[int] | type[float]) -> float:
+    """A number of at least 0; -1 for anything else."""
+    try:
+        value = kind(text)
+    except ValueError:
+        return -1
+    return value if math.isfinite(value) and 0 <= value <= _MOST_STEPS else -1
 
 
 def parse_every(text: str) -> tuple[int, float]:

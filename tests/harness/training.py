@@ -57,6 +57,8 @@ class Watcher:
     def phase(self, row: Any) -> None:
         self.phases.append(dict(row))
 
+    def join(self, row: Any) -> None: ...
+
     def epoch(self, row: Any) -> None:
         self.epochs.append(dict(row))
 

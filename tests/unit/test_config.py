@@ -25,6 +25,7 @@ PLAIN = {
     "node_id": 2,
     "warmup_steps": 0,
     "warmup_epochs": 0.0,
+    "workers_schedule": "",
     "min_workers": None,
     "local_steps": 0,
     "sam_rho": 0.0,

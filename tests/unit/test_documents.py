@@ -23,6 +23,7 @@ FLAG = r"(?<![\w-])--[a-z][a-z0-9-]+"
 TABLES = {
     "reduce": "exact",
     "checkpoint": "recovery",
+    "joins": "launchers",
     "data_feed": "data",
     "memory": "precision",
     **dict.fromkeys(("limit", "peers_cpu", "workers", "overhead_cpu", "shared_cores", "startup", "growth"), "speed"),

@@ -180,7 +180,10 @@ def _read_latest(path: AnyPath) -> _Latest:
         found.time_s = number(row.get("time_s")) or found.time_s
     found.is_whole = len(tail) < _MOST_BYTES and tail.count(b'"kind": "epoch"') <= _MOST_EPOCHS
     for at, row in _backwards(tail, "epoch", _MOST_EPOCHS):
-        if any(at < later and is_repeated("epoch", row.get("step"), resume["step"]) for later, resume in resumes):
+        if any(
+            at < later and is_repeated("epoch", row.get("step"), resume["step"], resume.get("validated") is True)
+            for later, resume in resumes
+        ):
             continue
         for name, column in _OF_AN_EPOCH.items():
             if getattr(found, name) is None:

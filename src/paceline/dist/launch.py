@@ -1,4 +1,5 @@
-"""Start local workers with torch elastic, end them all when one fails (law 7), and restart them if `--max-restarts` allows it.
+"""Start local workers with torch elastic, end them all when one fails (law 7), and restart them if `--max-restarts` allows it,
+or on another number of workers if `--workers-schedule` wants that.
 
 A worker runs the same command again (`python -m paceline train ...`) with a rank in its environment. Each has its own session,
 so Ctrl-C reaches only the launcher, which asks the workers to stop and ends those that do not. `messages.py` has what launcher
@@ -6,6 +7,7 @@ and workers tell each other, `restarts.py` chooses the workers of the next attem
 """
 
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -25,15 +27,19 @@ from paceline.config import Config
 from paceline.dist.forward import Forward, forward_output
 from paceline.dist.messages import (
     Failure,
+    Handover,
+    Join,
     ask_to_stop,
     first_failure,
     is_lost_contact,
     launcher_folder,
     read_failures,
+    read_join,
     read_record_path,
     read_started,
     read_stop,
     read_unfinished,
+    send_handover,
     send_started,
 )
 from paceline.dist.place import MESSAGES_VARIABLE, check_port, threads_per_worker
@@ -76,26 +82,39 @@ class Outcome:
     """Where rank 0 was writing its record, if it had one yet."""
     why: str = ""
     """Why it stopped, if it was asked to: "Ctrl-C", or the signal's name."""
+    join: Join | None = None
+    """The workers ended so that others go on. Never after the last attempt."""
 
 
-def launch(command: Sequence[str], config: Config, prepare: Callable[[Path], None] | None = None) -> Outcome:
-    """Run `python -m paceline COMMAND` as `config.workers` local workers, with up to `config.max_restarts` restarts.
+def launch(
+    command: Sequence[str], config: Config, prepare: Callable[[Path], None] | None = None, workers: int | None = None
+) -> Outcome:
+    """Run `python -m paceline COMMAND` as local workers, with up to `config.max_restarts` restarts.
 
+    There are `config.workers` of them or, with `--workers-schedule`, `workers` at first and then as many as rank 0 asks for.
     `prepare` may write files for the workers into a folder that only this user can read. The folder is removed at the end.
     """
-    command, crew = list(command), Crew(config.workers or 1)
-    record, before = None, None
+    command, crew = list(command), Crew(workers or config.workers or 1)
+    record, before, failures = None, None, 0
     with _catch_stop_signals() as request, tempfile.TemporaryDirectory(prefix="paceline-") as place:
         if prepare is not None:
             prepare(Path(place))
-        for restart in range(1, config.max_restarts + 2):
-            folder = Path(place) / str(restart)
+        handover: Handover | None = None
+        for number in itertools.count(1):
+            folder = Path(place) / str(number)
             folder.mkdir()
+            if handover is not None:
+                send_handover(folder, handover)
             outcome = _attempt(command, crew, config, folder, request)
             record = outcome.record or record
             outcome = replace(outcome, record=record)
-            failure = outcome.failure
-            if failure is None or failure.exit_code in _FINAL_EXIT_CODES or restart > config.max_restarts:
+            if outcome.join is not None:
+                handover = Handover(crew.workers, outcome.join.left_s, time.time())
+                crew, before = Crew(outcome.join.workers), None
+                command = restart_command(command, crew, config, record)
+                continue
+            failures, failure, handover = failures + 1, outcome.failure, None
+            if failure is None or failure.exit_code in _FINAL_EXIT_CODES or failures > config.max_restarts:
                 break
             after = FailedAttempt(failure.rank, newest_checkpoint(record))
             last, (crew, why) = crew, next_crew(crew, before, after, config)
@@ -105,7 +124,7 @@ def launch(command: Sequence[str], config: Config, prepare: Callable[[Path], Non
                 break
             before = after if crew == last else None  # without one worker, the ranks above it move down
             total = crew.workers * config.nodes
-            news = f"restart {restart} of {config.max_restarts} on {plural(total, 'worker')}{why}"
+            news = f"restart {failures} of {config.max_restarts} on {plural(total, 'worker')}{why}"
             warn(f"paceline: {failure.text.splitlines()[0]}; {news}")
             command = restart_command(command, crew, config, record)
             if config.nodes > 1:
@@ -183,7 +202,7 @@ def _attempt(command: Sequence[str], crew: Crew, config: Config, folder: Path, r
     codes = {rank: code for rank, code in (exits or {}).items() if code != 0 or rank in unfinished}
     if exits is not None and not codes:  # done, even if a request to stop came too late
         _end_leftovers(folder)
-        return Outcome(0, None, record)
+        return Outcome(0, None, record, join=read_join(folder))
     _kill_workers(folder)
     if request.why:
         return Outcome(request.exit_code, None, record, request.why)

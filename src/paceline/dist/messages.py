@@ -4,7 +4,9 @@
     record      the path of rank 0's record, once it has one
     4711.pid    a worker with this process id has started
     0.running   worker 0 has started and has not finished
+    join        from rank 0, as it ends: go on with another number of workers
     stop        from the launcher: stop after this step, and why ("SIGTERM", "Ctrl-C")
+    handover    from the launcher: which workers these ones take over from, and when
 
 The earliest failure that is not just a lost connection caused the others (law 7). Does not import torch.
 """
@@ -50,6 +52,27 @@ class Failure:
     def explain(self, record: Path | None = None) -> Explanation:
         """What to tell the user. `record` has the traceback too, if there is one."""
         return Explanation(self.text, self.where, self.traceback, self.unexplained, str(record or ""))
+
+
+@dataclass(frozen=True)
+class Join:
+    """What rank 0 asks for as its workers end (`--workers-schedule`): go on with this many."""
+
+    workers: int
+    left_s: float
+    """When they took their last step (`time.time()`)."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What the launcher tells workers that take over from others."""
+
+    was: int
+    """How many workers there were before."""
+    left_s: float
+    """When they took their last step."""
+    ended_s: float
+    """When all of them had ended."""
 
 
 def launcher_folder() -> Path | None:
@@ -138,6 +161,34 @@ def send_record_path(path: Path) -> None:
     where = launcher_folder()
     if where is not None:
         write_file(where / "record", str(path))
+
+
+def send_join(join: Join) -> None:
+    """Ask the launcher to go on with other workers. Rank 0 calls this as the last thing."""
+    where = launcher_folder()
+    assert where is not None, "only Paceline's launcher can start other workers"
+    write_json(where / "join", asdict(join))
+
+
+def read_join(where: Path) -> Join | None:
+    """What the workers that have ended ask for; None if the run is over."""
+    with suppress(OSError, ValueError, TypeError):
+        return Join(**read_json(where / "join"))
+    return None
+
+
+def send_handover(where: Path, handover: Handover) -> None:
+    """Tell the workers that will start with this folder which ones they take over from."""
+    with suppress(OSError):  # a full disk: only the line about it is missing
+        write_json(where / "handover", asdict(handover))
+
+
+def read_handover() -> Handover | None:
+    """Which workers this one takes over from; None if it does not."""
+    where = launcher_folder()
+    with suppress(OSError, ValueError, TypeError):
+        return Handover(**read_json(where / "handover")) if where is not None else None
+    return None
 
 
 def send_started() -> None:

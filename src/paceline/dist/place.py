@@ -84,9 +84,16 @@ def read_place(env: Mapping[str, str] | None = None) -> Place:
     return place
 
 
-def check_workers(place: Place, workers: int | None) -> None:
-    """Refuse a `--workers` that differs from the size of a world that another launcher started."""
-    if place.launcher not in ("alone", "paceline") and workers not in (None, place.size):
+def check_workers(place: Place, workers: int | None, schedule: str = "") -> None:
+    """Refuse a `--workers` or `--workers-schedule` that differs from the size of a world that another launcher started."""
+    if place.launcher in ("alone", "paceline"):
+        return
+    if schedule:
+        raise UsageError(
+            f"--workers-schedule: a job keeps its size under {place.launcher}, which started {plural(place.size, 'worker')}:"
+            " leave it out, or run `paceline train` by itself on one node, where it starts its own workers"
+        )
+    if workers not in (None, place.size):
         raise UsageError(
             f"--workers {workers}, but {place.launcher} started {plural(place.size, 'worker')}: omit --workers, or use the"
             " same number"

@@ -62,7 +62,7 @@ def restart_command(command: Sequence[str], crew: Crew, config: Config, record: 
     again = list(command)
     if record is not None:
         again = _with_flag(again, "--resume", record)
-    if crew.workers != (config.workers or 1):
+    if crew.workers != (config.workers or 1) and not config.workers_schedule:
         again = _with_flag(again, "--workers", crew.workers)
         if config.virtual_workers is None:
             again = _with_flag(again, "--virtual-workers", _recorded_parts(record) or (config.workers or 1))

@@ -217,6 +217,11 @@ def choose_device(place: Place, backend: str) -> tuple[torch.device, str]:
     return torch.device("cuda", place.local_rank % gpus) if gpus else torch.device("cpu"), backend
 
 
+def count_gpus(backend: str) -> int:
+    """GPUs of this node, of which each worker needs its own; 0 if there are none, or if workers may share them (gloo)."""
+    return torch.cuda.device_count() if backend in ("auto", "nccl") and torch.cuda.is_available() else 0
+
+
 def backends() -> list[str]:
     """The backends this torch was built with."""
     there = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(), "mpi": dist.is_mpi_available()}

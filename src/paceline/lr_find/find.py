@@ -42,7 +42,7 @@ _LEAST_STEPS = 20
 
 def find_verb(given: Mapping[str, Any]) -> int:
     """What the command line calls, with its flags."""
-    options = dict(given)
+    options = merge_options(given)
     task, recipe = options.pop("task"), options.pop("recipe", None)
     sweep = {name: options.pop(name) for name in ("first", "last", "steps")}
     _check(options, **sweep)

@@ -55,12 +55,12 @@ class Columns:
                 self._known.add(name)
         return flat
 
-    def drop_repeated(self, kind: str, resumed_at: float) -> None:
+    def drop_repeated(self, kind: str, resumed_at: float, validated: bool) -> None:
         """Leave out the rows of this kind that a run resumed at a step writes again."""
         steps = self.values.get("step")
         if steps is None:
             return
-        kept = [index for index, step in enumerate(steps) if not is_repeated(kind, step, resumed_at)]
+        kept = [index for index, step in enumerate(steps) if not is_repeated(kind, step, resumed_at, validated)]
         self.values = {name: array("d", [column[index] for index in kept]) for name, column in self.values.items()}
         self.count = len(kept)
 
@@ -103,7 +103,7 @@ def read_metrics_columns(path: AnyPath, end: int | None = None) -> Metrics:
             found.resumed = row
             found.notes.append(_resume_note(row))
             for name, columns in tables.items():
-                columns.drop_repeated(name, row["step"])
+                columns.drop_repeated(name, row["step"], row.get("validated") is True)
             found.phases = [phase for phase in found.phases if not is_repeated("phase", phase["step"], row["step"])]
     return found
 

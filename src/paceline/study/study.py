@@ -27,6 +27,7 @@ from typing import Any
 from paceline.config import Config, check_options, merge_options, names_with
 from paceline.dist.place import read_place
 from paceline.errors import UsageError, unknown
+from paceline.joins import most_workers
 from paceline.options import Role
 from paceline.phases import check_largest, make_phases, parse_batch_schedule, resize_batch_schedule
 from paceline.settings import parse_setting
@@ -230,7 +231,7 @@ def list_runs(study: Study) -> list[RunSpec]:
             task, config = tasks.resolve(study.task, arm.options)
             if task.validation is None:
                 raise UsageError(f"task {task.name} has no validation data, so nothing can be compared: give it validation=...")
-            workers = config.workers or 1
+            workers = config.workers or most_workers(config.workers_schedule) or 1
             parts = config.virtual_workers or workers
             check_parts(parts, workers)
             pairs = parse_batch_schedule(config.batch_schedule)

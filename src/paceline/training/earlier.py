@@ -266,7 +266,7 @@ def _recorded_options(record: Path, place: Place) -> dict[str, Any]:
     except UsageError as error:
         _say_note(f"{error}; give the options that the run was started with", place)
         return {}
-    left_out = names_with(Role.START).union(() if place.launcher == "alone" else ("workers",))
+    left_out = names_with(Role.START).union(() if place.launcher == "alone" else ("workers", "workers_schedule"))
     return {name: value for name, value in read_recipe(str(config)).items() if name not in left_out}
 
 

@@ -27,32 +27,34 @@ class Growth:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._ratio = noise_ratio(run.config.optimizer, run.config.batch_noise_ratio)
-        self._why = "the noise scale has grown"
 
     @property
     def why(self) -> str:
-        """Why the newest phase has its batch."""
-        return "the first batch" if len(self._run.sampler.phases) == 1 else self._why
+        """Why the newest phase has its batch. Call before its first step: then checkpoints hold the noise scale, too."""
+        return "the first batch" if len(self._run.sampler.phases) == 1 else f"the noise scale is {self._scale():,.0f}"
 
     def decide(self, step: Step) -> None:
         """Give the run a new phase, of twice the batch, if it is time after this step. Collective: call on every rank."""
         run, sampler, phase = self._run, self._run.sampler, step.phase
         if phase != sampler.phases[-1] or phase.global_batch == sampler.global_batch or not self._is_place(step):
             return
-        assert run.parts.engine.noise is not None
-        scale = run.world.broadcast(noise_scale(*run.parts.engine.noise.state.tolist()))  # the same, or nearly, on all workers
+        scale = run.world.broadcast(self._scale())  # the same, or nearly, on all workers
         if not scale > self._ratio * phase.global_batch:
             return
         start = sampler.samples_before(step.number + 1) / sampler.samples
         pairs = [(start, 2 * phase.global_batch), (start + 1, sampler.global_batch)]
         grown = make_phases(pairs, sampler.parts, run.config.smallest_part)[0]
         run.set_phases((*sampler.phases, grown))
-        self._why = f"the noise scale is {scale:,.0f}"
 
     def describe(self) -> str:
         """The phases so far, as a schedule that a run can be given."""
         pairs = [(phase.start, phase.global_batch) for phase in self._run.sampler.phases]
         return f'the batch grew by --batch-schedule "{write_batch_schedule(pairs)}"'
+
+    def _scale(self) -> float:
+        """The noise scale, as measured so far."""
+        assert self._run.parts.engine.noise is not None
+        return noise_scale(*self._run.parts.engine.noise.state.tolist())
 
     def _is_place(self, step: Step) -> bool:
         """Whether a decision is taken after this step. It must be a full one: then the steps before it stay as they are."""

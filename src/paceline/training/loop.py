@@ -3,6 +3,7 @@ longer finite."""
 
 import hashlib
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import nn
 from paceline.core.determinism import deterministic
 from paceline.core.parts import Step
 from paceline.dist.agree import check_agreement
-from paceline.dist.messages import is_lost_contact, read_first
+from paceline.dist.messages import Join, is_lost_contact, read_first, send_join
 from paceline.dist.watch import Watch
 from paceline.errors import Diverged, PacelineError, Stopped, refuse_exit
 from paceline.explanation import explain, note_record
@@ -29,6 +30,7 @@ from paceline.training.capture.replay import CapturedStep
 from paceline.training.checkpoint.keeper import Keeper, Progress
 from paceline.training.divergence import check_validation_loss
 from paceline.training.growth import Growth
+from paceline.training.joining import Arrival, Joining, Joins
 from paceline.training.local import LocalSteps, with_local_steps
 from paceline.training.meter import EpochMeans, Meter
 from paceline.training.monitor import wants_best
@@ -44,10 +46,17 @@ from paceline.training.timing.profile import Profile
 from paceline.training.validation import Averaged, Validation
 
 
-def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, watch: Watch | None = None) -> Result:
+def fit(
+    run: Run,
+    observers: Sequence[Observer],
+    keeper: Keeper | None = None,
+    watch: Watch | None = None,
+    arrival: Arrival | None = None,
+) -> Result:
     """Train to the end. Raises what ended it, after telling the observers, which rank 0 has. Collective: call on every rank.
 
     With a keeper, the run continues from its last checkpoint and writes more of them. With a watch, it can be asked to stop.
+    `arrival` is how these workers took over from others. If others take over from these, the result is an interrupted run.
     """
     keeper = keeper or Keeper(run)
     with deterministic(run.config.reduce == "exact"), closing(keeper):
@@ -55,17 +64,35 @@ def fit(run: Run, observers: Sequence[Observer], keeper: Keeper | None = None, w
         progress.result = replace(progress.result, record=run.contract.record)
         progress.aim(run.config.target_accuracy)
         resumed_at = progress.step if keeper.resumes else None
-        contract = replace(run.contract, resumed_at=resumed_at, extended=keeper.extended, branched=keeper.branched)
+        contract = replace(
+            run.contract,
+            resumed_at=resumed_at,
+            validated=bool(resumed_at) and resumed_at == run.sampler.first_step(progress.epoch),
+            took_over_from=arrival.handover.was if arrival is not None else 0,
+            extended=keeper.extended,
+            branched=keeper.branched,
+        )
         if resumed_at and is_auto(run.config.batch_schedule):
             found = describe_phases(run.config, run.world, run.sampler, run.update.schedule)
             contract = replace(contract, phases=found, total_steps=run.update.schedule.total_steps)
         for observer in observers:
             observer.start(contract)
         teller: Teller | None = None
+        joins = Joins(run)
         try:
+            if workers := joins.wanted(progress.step):  # there were as many as the launcher could guess
+                raise Joining(workers, time.time())
             with refuse_exit():
                 teller = Teller(run, observers, progress)
-                _Fit(run, teller, progress, keeper, watch).train()
+                _Fit(run, teller, progress, keeper, watch, joins).train(arrival)
+        except Joining as join:
+            traceback.clear_frames(join.__traceback__)  # they refer to the graphs: see `_Fit.train`
+            result = replace(progress.result, status=Status.INTERRUPTED, why=str(join))
+            if teller is not None:
+                teller.end(result, failed=True)
+            if run.world.is_main:
+                send_join(Join(join.workers, join.left_s))
+            return result
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | Stopped)
             status = Status.DIVERGED if isinstance(error, Diverged) else Status.INTERRUPTED if stopped else Status.FAILED
@@ -121,8 +148,8 @@ def model_sha256(model: nn.Module) -> str:
 class _Fit:
     """One run of the loop: what its methods share."""
 
-    def __init__(self, run: Run, teller: Teller, progress: Progress, keeper: Keeper, watch: Watch | None) -> None:
-        self.run, self.teller, self.progress, self.keeper, self.watch = run, teller, progress, keeper, watch
+    def __init__(self, run: Run, teller: Teller, progress: Progress, keeper: Keeper, watch: Watch | None, joins: Joins) -> None:
+        self.run, self.teller, self.progress, self.keeper, self.watch, self.joins = run, teller, progress, keeper, watch, joins
         self.save_requested = self.stop_requested = self.check_due = False
         self.clock = make_clock(run)
         self.step = make_step(run, self.clock, watch, teller.say, progress.step)
@@ -134,8 +161,8 @@ class _Fit:
         self.phase: Phase | None = None
         self._ahead: tuple[int, list[Step]] = (-1, [])
 
-    def train(self) -> None:
-        """All epochs that are left."""
+    def train(self, arrival: Arrival | None = None) -> None:
+        """All epochs that are left. Raises Joining where other workers take over."""
         run, progress = self.run, self.progress
         if self.watch:
             self.watch.mark(progress.step, "loading")  # a request to stop need not wait for a step now
@@ -157,11 +184,15 @@ class _Fit:
         if self.watch:
             self.watch.mark(progress.step, "data")
         stages.stop()
+        if arrival is not None:
+            arrival.reach("resume")
+            self.teller.join(arrival.row(run.sampler, progress.step, run.world.size))
         self.teller.start()
         for epoch in range(progress.epoch, run.config.epochs):
             self._train_epoch(epoch, executor)
             if self._end_epoch(epoch, validation, averaged):
                 break  # with the averaged weights in place, if there are any
+            self._hand_over_if_due()
         if self.growth is not None:
             self.teller.say(self.growth.describe())
         progress.result = replace(progress.result, status=self._status(), model_sha256=model_sha256(run.model))
@@ -200,6 +231,10 @@ class _Fit:
                 self._tell_steps(meter.flush(), epoch, begin)
                 progress.epoch_time_s = time.perf_counter() - begin
                 self._save_or_stop()
+            if self.joins.wanted(progress.step) and progress.step < run.sampler.first_step(epoch + 1):  # an epoch ends first
+                self._tell_steps(meter.flush(), epoch, begin)
+                progress.epoch_time_s = time.perf_counter() - begin
+                self._hand_over_if_due()
         self.clock.end()
         if self._steps_in(epoch + 1) > 0:
             self._ahead = epoch + 1, self._cut_steps(epoch + 1, 0)  # while a GPU still works on the last steps
@@ -361,6 +396,20 @@ class _Fit:
             written = self.run.world.broadcast(self.keeper.wait() if self.run.world.is_main else None)
             if written:
                 self.teller.checkpoint(self.progress.epoch)
+
+    def _hand_over_if_due(self) -> None:
+        """End these workers with a checkpoint if the schedule wants another number of them. Collective: call on every rank."""
+        workers, left_s = self.joins.wanted(self.progress.step), time.time()
+        if not workers:
+            return
+        self.step.mark("reduce")  # all workers' statistics are gathered
+        self.keeper.save(self.progress)
+        self._tell_checkpoint()
+        self.step.mark("checkpoint")
+        if not self.run.world.broadcast(self.keeper.wait() if self.run.world.is_main else None):
+            self.teller.say(self.joins.refuse(workers))
+            return
+        raise Joining(workers, left_s)
 
     def _save_or_stop(self) -> None:
         """Write the checkpoint that is due or requested; end the run if that was requested. Collective: call on every rank."""

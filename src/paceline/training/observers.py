@@ -23,7 +23,7 @@ from paceline.records import Record, environment
 from paceline.status import Status
 from paceline.toml import read_toml, to_toml
 from paceline.training.monitor import describe_best
-from paceline.training.progress import Pace, phase_words
+from paceline.training.progress import Pace, join_words, phase_words
 from paceline.training.timing.health import describe, judge
 from paceline.training.timing.profile import describe_timeline
 from paceline.training.weights import write_weights
@@ -126,6 +126,9 @@ class Observer(Protocol):
     def phase(self, row: Row) -> None:
         """With a batch schedule, before the first step of each phase: its epoch, step, global batch, parts, learning rate."""
 
+    def join(self, row: Row) -> None:
+        """With a workers schedule, before the first step of workers that took over: their number, the one before, the cost."""
+
     def epoch(self, row: Row) -> None:
         """After each epoch's validation."""
 
@@ -154,7 +157,8 @@ class Recorder:
             old = self._read_lasting()
             new = {name: getattr(self._config, name) for name in old}
             was = {"was": old} if old != new else {}
-            self._record.resume(contract.resumed_at, {**environment(), "contract": contract.as_dict(), **was})
+            validated = {"validated": True} if contract.validated else {}
+            self._record.resume(contract.resumed_at, {**environment(), "contract": contract.as_dict(), **was, **validated})
             self._describe(contract)
             if was:
                 self._rewrite(new, contract)
@@ -173,7 +177,7 @@ class Recorder:
         # Write out the options that were derived from the world, so that the recipe repeats this run anywhere.
         resolved = replace(
             self._config,
-            workers=contract.workers // contract.nodes,
+            workers=None if self._config.workers_schedule else contract.workers // contract.nodes,
             virtual_workers=contract.virtual_workers,
             global_batch=contract.global_batch,
             resume="",
@@ -224,6 +228,9 @@ class Recorder:
     def phase(self, row: Row) -> None:
         self._record.row({"kind": "phase", **row})
 
+    def join(self, row: Row) -> None:
+        self._record.row({"kind": "join", **row})
+
     def epoch(self, row: Row) -> None:
         self._record.row({"kind": "epoch", **row})
         self._record.course_row(row)
@@ -266,6 +273,8 @@ class Printer:
     def start(self, contract: Contract) -> None:
         self._pace.start(contract)
         self._workers, self._record = contract.workers, contract.record
+        if not contract.lines():
+            return
         width = max(len(what) for what, _ in contract.lines())
         if self._terminal:
             from rich.console import Console
@@ -316,6 +325,9 @@ class Printer:
     def phase(self, row: Row) -> None:
         self._pace.phase(row)
         self._line(phase_words(row))
+
+    def join(self, row: Row) -> None:
+        self._line(join_words(row))
 
     def epoch(self, row: Row) -> None:
         self._pace.epoch(row)

@@ -61,3 +61,9 @@ def phase_words(row: Row) -> str:
     why = "" if row["why"] == "schedule" else f" ({row['why']})"
     batch = f"global batch {row['global_batch']:,} ({plural(row['virtual_workers'], 'part')})"
     return f"epoch {row['epoch']:.4g}: {batch}, lr x{row['lr_scale']:.2g}{why}"
+
+
+def join_words(row: Row) -> str:
+    """`2 workers from epoch 1 on (joined in 6.2 s)`."""
+    how = "joined" if row["workers"] > row["was"] else f"before: {row['was']:,}; changed"
+    return f"{plural(row['workers'], 'worker')} from epoch {row['epoch']:.4g} on ({how} in {row['join_s']:.1f} s)"

@@ -15,13 +15,15 @@ from paceline.config import Config, make_config, merge_options, names_with
 from paceline.core.deal import check_parts
 from paceline.core.sampler import check_divides
 from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, WorkerFailed, launch
-from paceline.dist.messages import send_record_path
+from paceline.dist.messages import read_handover, send_record_path
 from paceline.dist.place import check_workers, read_place
+from paceline.dist.restarts import newest_checkpoint
 from paceline.dist.watch import Watch
 from paceline.dist.world import World, world
 from paceline.errors import PacelineError, Stopped, UsageError
 from paceline.explanation import Explanation
 from paceline.flags import to_flags
+from paceline.joins import most_workers
 from paceline.loading import load_rest
 from paceline.options import Role
 from paceline.output import is_terminal, plural, stages, warn
@@ -32,6 +34,7 @@ from paceline.training.build import Run, build
 from paceline.training.checkpoint.file import copy_latest
 from paceline.training.checkpoint.keeper import FOLDER, REFUSED, Keeper, check_branch, check_unchanged
 from paceline.training.earlier import Earlier, find_earlier, other_task, task_name
+from paceline.training.joining import Arrival, first_workers, settle_schedule
 from paceline.training.loop import fit
 from paceline.training.observers import Observer, Printer, Recorder, Result
 from paceline.training.task import Task
@@ -77,9 +80,9 @@ _running = threading.Lock()
 def run_task(task: str | Task, options: dict[str, Any]) -> Result:
     """Train a task with these options. `paceline train` calls this; a program calls `train`."""
     place = read_place()
-    task = pickled_task.receive(task)
+    task, options = pickled_task.receive(task), merge_options(options)
     launched = _launch_config(options)
-    check_workers(place, launched.workers)
+    check_workers(place, launched.workers, launched.workers_schedule)
     earlier = None
     if place.launcher == "alone":
         if launched.resume or launched.branch_from:
@@ -89,11 +92,18 @@ def run_task(task: str | Task, options: dict[str, Any]) -> Result:
             options = {**merge_options(earlier.options, options), "resume": earlier.record}
             options |= {"branch_from": earlier.branch} if earlier.branch else {}
             launched = _launch_config(options)
+        if launched.workers_schedule:
+            options = {**options, "workers_schedule": settle_schedule(options, launched)}
+            launched = _launch_config(options)
         if _needs_launcher(launched):
-            return _train_in_workers(task, options, launched)
+            return _train_in_workers(task, options, launched, _count_first(options, launched, earlier))
     load_rest()
+    handover = read_handover()
+    arrival = Arrival(handover) if handover is not None else None
     stages.enter("meeting the other workers" if place.size > 1 else "preparing the run")
     with world(launched.backend, launched.timeout_s + _AFTER_WATCH_S) as here:
+        if arrival is not None:
+            arrival.reach("start")
         if here.is_main and earlier is None:
             earlier = find_earlier(task, launched, place, options, restarted=here.read_restart_note())
         earlier = Earlier(**here.broadcast(earlier and vars(earlier)))
@@ -115,8 +125,10 @@ def run_task(task: str | Task, options: dict[str, Any]) -> Result:
         with build(made, config, here, earlier.initial()) as run, Watch(here.rank, config.timeout_s, config.grace_s) as watch:
             earlier.check_initial(config, run.initial)
             run, observers, keeper = _open_record(run, made, task_name(task), earlier)
+            if arrival is not None:
+                arrival.reach("build")
             try:
-                return fit(run, observers, keeper, watch)
+                return fit(run, observers, keeper, watch, arrival)
             except UsageError:
                 if here.is_main and not earlier.record:
                     discard_unbegun(Path(run.contract.record))
@@ -130,12 +142,20 @@ def _launch_config(options: Mapping[str, Any]) -> Config:
 
 def _needs_launcher(config: Config) -> bool:
     """Whether to start workers instead of training in this process. Raises a UsageError if parts and workers do not fit."""
-    workers = (config.workers or 1) * config.nodes
+    workers = (config.workers or most_workers(config.workers_schedule) or 1) * config.nodes
     parts = config.virtual_workers or workers
     check_parts(parts, workers)
     if config.global_batch is not None:
         check_divides(config.global_batch, parts)
-    return workers > 1 or bool(config.max_restarts)
+    return workers > 1 or bool(config.max_restarts) or bool(config.workers_schedule)
+
+
+def _count_first(options: Mapping[str, Any], launched: Config, earlier: Earlier | None) -> int:
+    """How many workers to start at first."""
+    if not launched.workers_schedule:
+        return launched.workers or 1
+    source = (earlier.record or earlier.branch) if earlier is not None else ""
+    return first_workers(options, launched, Path(source) / FOLDER if source else None)
 
 
 def _open_record(run: Run, task: Task, task_name: str, earlier: Earlier) -> tuple[Run, list[Observer], Keeper]:
@@ -192,19 +212,20 @@ def _begin_branch(record: Record, source: Path) -> None:
         raise
 
 
-def _train_in_workers(task: str | Task, options: Mapping[str, Any], config: Config) -> Result:
+def _train_in_workers(task: str | Task, options: Mapping[str, Any], config: Config, workers: int) -> Result:
     """Start workers, each of which runs this command again, and wait for them."""
     if isinstance(task, Task):
         tasks.resolve(task, options)  # report a mistake before any worker starts
     else:
         tasks.check(task, options)
-    stages.enter(f"starting {plural(config.workers or 1, 'worker')}")
+    stages.enter(f"starting {plural(workers, 'worker')}")
     stages.hand_over()  # to worker 0
     flags = to_flags(options)
     if isinstance(task, Task):
-        outcome = launch(["train", pickled_task.spell(task), *flags], config, lambda folder: pickled_task.send(task, folder))
+        command = ["train", pickled_task.spell(task), *flags]
+        outcome = launch(command, config, lambda folder: pickled_task.send(task, folder), workers)
     else:
-        outcome = launch(["train", task, *flags], config)
+        outcome = launch(["train", task, *flags], config, workers=workers)
     if outcome.exit_code == 0:
         if outcome.record is None and config.node_id == 0:
             raise WorkerFailed(Explanation("the workers ended before the run began"), 1)
@@ -232,7 +253,10 @@ def _close_record(outcome: Outcome) -> None:
     refused = outcome.failure is not None and outcome.failure.text.startswith(REFUSED)
     if outcome.record is not None and not refused:
         stopped = outcome.exit_code in (INTERRUPTED, STOPPED)
-        late = Explanation("stopped before a checkpoint could be written")
+        step = newest_checkpoint(outcome.record)  # workers may have just started, after others or in a resumed run
+        late = Explanation(
+            f"stopped before {f'a checkpoint after step {step:,}' if step >= 0 else 'a checkpoint'} could be written"
+        )
         about = outcome.failure.explain() if outcome.failure is not None else late
         status = Status.INTERRUPTED if stopped else Status.FAILED
         close_cut_short(outcome.record, status, about.why, about.where, about.traceback)

@@ -102,6 +102,12 @@ class Teller:
             observer.phase(row)
         self.hooks.row({"kind": "phase", **row})
 
+    def join(self, row: Mapping[str, Any]) -> None:
+        """These workers have taken over from others."""
+        for observer in self._observers:
+            observer.join(row)
+        self.hooks.row({"kind": "join", **row})
+
     def validating(self, epoch: int, done: int, total: int) -> None:
         """How far a validation is."""
         for observer in self._observers:

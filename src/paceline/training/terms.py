@@ -1,5 +1,6 @@
 """Work out a run's contract: its steps, learning rates and workers, from the configuration, the world and the data."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from paceline.core.sampler import Sampler, check_divides
 from paceline.core.schedules import Schedule, make_schedule
 from paceline.dist.world import World, describe_devices
 from paceline.errors import UsageError
+from paceline.joins import Spot, check_fits, count_workers, describe_schedule, is_auto, most_workers
 from paceline.output import plural
 from paceline.phases import Phase, check_largest, check_starts, first_of_auto, make_phases, parse_batch_schedule
 from paceline.settings import write_setting
@@ -19,8 +21,11 @@ def make_steps(
     config: Config, world: World, samples: int, weights: Any = None, dealt: bool = False
 ) -> tuple[Sampler, Schedule]:
     """The steps and learning rates that follow from the configuration, the number of workers and the number of samples."""
-    parts = config.virtual_workers or world.size
+    parts = config.virtual_workers or most_workers(config.workers_schedule) or world.size
     check_parts(parts, world.size)
+    check_fits(config.workers_schedule, parts, config.epochs)
+    if is_auto(config.workers_schedule) and not config.batch_schedule:
+        raise UsageError("--workers auto follows --batch-schedule, which is not given: give it, or a number of workers")
     check_comparable(config, parts)
     pairs = parse_batch_schedule(config.batch_schedule)
     check_largest(pairs, config.global_batch)
@@ -52,6 +57,14 @@ def describe_phases(config: Config, world: World, sampler: Sampler, schedule: Sc
     """What the contract says about each phase."""
     if not config.batch_schedule:
         return ()
+
+    def workers(phase: Phase) -> int:
+        if not config.workers_schedule:
+            return world.size
+        done = math.ceil(phase.start * sampler.samples)
+        batches = {"global_batch": phase.global_batch, "parts": phase.parts, "largest_batch": sampler.global_batch}
+        return count_workers(config.workers_schedule, Spot(done=done, samples=sampler.samples, **batches))
+
     return tuple(
         {
             "start": phase.start,
@@ -60,7 +73,7 @@ def describe_phases(config: Config, world: World, sampler: Sampler, schedule: Sc
             "part_batch": phase.part_batch,
             "steps": steps,
             "peak_lr": schedule.peak_lr * (phase.global_batch / sampler.global_batch) ** config.batch_lr_power,
-            "samples_per_worker": -(-phase.parts // world.size) * phase.part_batch,
+            "samples_per_worker": -(-phase.parts // workers(phase)) * phase.part_batch,
         }
         for phase, steps in zip(sampler.phases, sampler.count_by_phase(schedule.total_steps), strict=True)
     )
@@ -107,6 +120,7 @@ def make_contract(config: Config, world: World, sampler: Sampler, schedule: Sche
     fields = {
         "workers": world.size,
         "virtual_workers": sampler.parts,
+        "joins": describe_schedule(config.workers_schedule) if config.workers_schedule else "",
         "reduce": config.reduce,
         "nodes": world.nodes,
         "launcher": {"alone": "in this process", "paceline": "started here"}.get(world.launcher, f"by {world.launcher}"),

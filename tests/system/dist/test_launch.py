@@ -22,7 +22,7 @@ from paceline.dist import restarts
 from paceline.dist.agent import Meeting
 from paceline.dist.forward import Forward
 from paceline.dist.launch import INTERRUPTED, STOPPED, Outcome, _catch_stop_signals, _meeting, launch, start_as_worker
-from paceline.dist.messages import Failure
+from paceline.dist.messages import Failure, Join
 from paceline.errors import PacelineError, UsageError
 
 
@@ -60,6 +60,16 @@ def test_a_failed_attempt_is_restarted_from_the_record(attempts, capsys):
         "paceline: worker 1 was killed by SIGKILL; restart 1 of 3 on 2 workers",
         "paceline: worker 0 was killed by SIGKILL; restart 2 of 3 on 2 workers",
     ]
+
+
+def test_workers_that_join_are_no_restart(attempts, capsys):
+    endings, started = attempts
+    record, config = Path("/runs/x"), Config(workers_schedule="0:1 1:2 2:4", max_restarts=1)
+    endings += [Outcome(0, None, record, join=Join(2, 1.0)), failed(record=record), Outcome(0, None, record, join=Join(4, 1.0))]
+    endings += [Outcome(0, None, record)]
+    assert launch(["train", "t.py"], config, workers=1) == Outcome(0, None, record)
+    assert started == [(["train", "t.py"], 1)] + [(["train", "t.py", "--resume=/runs/x"], workers) for workers in (2, 2, 4)]
+    assert capsys.readouterr().err == "paceline: worker 1 was killed by SIGKILL; restart 1 of 1 on 2 workers\n"
 
 
 def test_the_last_failure_is_the_outcome(attempts):

@@ -193,6 +193,17 @@ def load_latest(folder: Path, notify: Notify) -> Checkpoint | None:
     return None
 
 
+def read_facts(folder: Path) -> dict[str, Any] | None:
+    """The facts of the newest checkpoint, from its header alone, which is not verified; None if they cannot be read."""
+    try:
+        with path_of(folder, _steps(folder)[0]).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            facts = json.loads(json.loads(file.read(min(length, _HEADER_LIMIT_BYTES)))["__metadata__"]["facts"])
+    except (OSError, IndexError, ValueError, KeyError, TypeError):  # damaged, or not there
+        return None
+    return facts if isinstance(facts, dict) else None
+
+
 def copy_latest(source: Path, target: Path, notify: Notify) -> bool:
     """Copy the newest good checkpoint to another folder, complete or not at all. False if no good one was found."""
     found = load_latest(source, notify)

@@ -28,6 +28,7 @@ from paceline.output import plural
 from paceline.phases import Phase, is_auto
 from paceline.training.build import Run
 from paceline.training.checkpoint.file import CheckpointError, Writer, load_latest
+from paceline.training.joining import spot_at
 from paceline.training.local import first_local_step
 from paceline.training.meter import EpochMeans
 from paceline.training.observers import Result, Rows
@@ -203,6 +204,7 @@ def _collect(run: Run, progress: Progress) -> tuple[dict[str, Tensor], dict[str,
         "update": run.update.facts(),
         "progress": dataclasses.asdict(progress),
         "place": _place(run.world),
+        "spot": dataclasses.asdict(spot_at(run.sampler, progress.step)),
         **({"phases": [astuple(phase) for phase in run.sampler.phases]} if is_auto(run.config.batch_schedule) else {}),
     }
     return tensors, facts
