@@ -97,13 +97,14 @@ def write_batch_schedule(pairs: Sequence[tuple[float, int]] | Mapping[Any, Any])
 def make_phases(pairs: Sequence[tuple[float, int]], parts: int, smallest_part: int) -> tuple[Phase, ...]:
     """The phases of a schedule. `parts` is V: what the largest batch is cut into.
 
-    A smaller batch is cut into V parts too, unless they would have fewer than `smallest_part` samples: then into fewer parts.
-    Raises a UsageError for a batch that does not divide into its parts.
+    A smaller batch is cut into V parts too, unless they would have fewer than `smallest_part` samples: then into fewer parts. A
+    `smallest_part` above the largest batch / V counts as that. Raises a UsageError for a batch that does not divide into its
+    parts.
     """
     phases = []
     largest = max((batch for _, batch in pairs), default=0)
     for start, batch in pairs:
-        count = parts if batch == largest else min(parts, max(1, batch // smallest_part))
+        count = _count_parts(batch, largest, parts, smallest_part)
         if batch % count:
             below, above = batch // count * count, (batch // count + 1) * count
             raise UsageError(
@@ -122,9 +123,9 @@ def grow_batch(global_batch: int, epochs: float, parts: int, smallest_part: int,
     """
     pairs: list[tuple[float, int]] = []
     for share, divisor in _GROWTH:
-        batch = _whole_parts(global_batch // divisor, parts, smallest_part) if divisor > 1 else global_batch
+        batch = _whole_parts(global_batch // divisor, global_batch, parts, smallest_part)
         if batch >= least and (not pairs or batch > pairs[-1][1]):
-            pairs.append((share * epochs if pairs else 0.0, batch))
+            pairs.append((round(share * epochs, 9) if pairs else 0.0, batch))
     return write_batch_schedule(pairs) if len(pairs) > 1 else ""
 
 
@@ -142,8 +143,8 @@ def resize_batch_schedule(text: str, global_batch: int, parts: int, smallest_par
     largest = max((batch for _, batch in pairs), default=1)
     resized = []
     for start, batch in pairs:
-        small = _whole_parts(max(1, batch * global_batch // largest), parts, smallest_part)
-        resized.append((start * stretch, global_batch if batch == largest else small))
+        small = max(1, batch * global_batch // largest)
+        resized.append((round(start * stretch, 9), _whole_parts(small, global_batch, parts, smallest_part)))
     return write_batch_schedule(resized) if resized else ""
 
 
@@ -164,7 +165,12 @@ def check_largest(pairs: Sequence[tuple[float, int]], global_batch: int | None) 
         )
 
 
-def _whole_parts(batch: int, parts: int, smallest_part: int) -> int:
-    """The batch, rounded down to a multiple of the parts that `make_phases` cuts it into."""
-    count = min(parts, max(1, batch // smallest_part))
-    return batch // count * count
+def _count_parts(batch: int, largest: int, parts: int, smallest_part: int) -> int:
+    """How many parts a batch is cut into. `largest` is the largest batch, with all the parts."""
+    return parts if batch == largest else min(parts, max(1, batch // max(1, min(smallest_part, largest // parts))))
+
+
+def _whole_parts(batch: int, largest: int, parts: int, smallest_part: int) -> int:
+    """The batch, rounded down to a multiple of the parts that `make_phases` cuts it into; the largest one as it is."""
+    count = _count_parts(batch, largest, parts, smallest_part)
+    return batch if batch == largest else batch // count * count

@@ -2,8 +2,8 @@
 
 A run depends on its virtual workers V, not on the workers that compute it, so V = 64 on one worker gives the accuracy of 64. Up
 to four arms are trained with several seeds and compared (as a study, see `study/`): the reference (one worker at the reference
-batch); N workers with the given options; N workers with a batch that grows to the same size (with a constant batch, if the given
-one grows); and, for a built-in task, N workers with the packaged recipe nearest to the global batch. The best arm that is not
+batch); N workers as asked; N workers with a batch that grows to the same size (with a constant batch, if the one asked for
+grows); and, for a built-in task, N workers with the packaged recipe nearest to the global batch. The best arm that is not
 worse than the reference is saved as a recipe. Nothing at the top of this file imports torch.
 """
 
@@ -115,9 +115,7 @@ def make_rehearsal(
         constant = {name: value for name, value in asked.items() if name != "batch_schedule"}
         arms.append(Arm(name=f"{workers} workers, constant batch", options={**constant, **large}))
     elif schedule := _growth(asked, large, epochs, reference_batch):
-        arms.append(
-            Arm(name=f"{workers} workers, growing to {batch}", options={**asked, **large, "batch_schedule": schedule})
-        )
+        arms.append(Arm(name=f"{workers} workers, growing to {batch}", options={**asked, **large, "batch_schedule": schedule}))
     nearest = nearest_recipe(batch) if is_built_in(task) else None
     found = check_options(read_recipe(nearest)) if nearest else {}
     hidden = str(asked.get("model", "")).partition(":")[0] != "linear"
@@ -127,8 +125,10 @@ def make_rehearsal(
         taken = {name: value for name, value in found.items() if name in names_with(Role.METHOD, Role.AUGMENT)}
         if taken.get("batch_schedule"):
             stretch = epochs / found.get("epochs", Config.epochs)
-            smallest = taken.get("smallest_part", Config.smallest_part)
-            taken["batch_schedule"] = resize_batch_schedule(taken["batch_schedule"], batch, parts, smallest, stretch=stretch)
+            # The recipe's smallest part is for its own few parts: with it, most of these workers would have none at first.
+            smallest = min(taken.get("smallest_part", Config.smallest_part), Config.smallest_part)
+            schedule = resize_batch_schedule(taken["batch_schedule"], batch, parts, smallest, stretch=stretch)
+            taken |= {"batch_schedule": schedule, "smallest_part": smallest}
         arms.append(
             Arm(name=f"{workers} workers with {nearest}", options={**merge_options(kept, taken), **large}, about=nearest)
         )

@@ -85,7 +85,8 @@ def test_the_arms_differ_only_in_their_workers(package):
     package()
     study, workers = make_rehearsal("fashion-mnist", {"workers": "64", "base_lr": "0.1", "model": "resnet", "epochs": 9})
     assert (workers, study.reference, study.name) == (64, REFERENCE, "rehearse-fashion-mnist-64")
-    reference, large = (dict(arm.options) for arm in study.arms)
+    reference, large, growing = (dict(arm.options) for arm in study.arms)
+    assert growing == {**large, "batch_schedule": "0:1024 0.9:2048 2.7:4096 5.4:8192"}
     assert (reference.pop("virtual_workers"), reference.pop("global_batch")) == (1, 128)
     assert (large.pop("virtual_workers"), large.pop("global_batch")) == (64, 8192)
     assert reference == large == {"base_lr": 0.1, "model": "resnet", "epochs": 9}
@@ -100,12 +101,36 @@ def test_the_nearest_recipe_is_an_arm_with_the_users_model_and_epochs(package):
     )
     given = {"workers": 50, "model": "resnet", "epochs": 9, "warmup_steps": 7, "schedule": "linear", "flip": False}
     study, _ = make_rehearsal("fashion-mnist", given)
-    arm = study.arms[2]
+    arm = study.arms[3]
     assert arm.name == "50 workers with batch-8192"
     kept = {"model": "resnet", "epochs": 9, "flip": False, "virtual_workers": 50, "global_batch": 6400}
     assert arm.options == {**kept, "schedule": "cosine", "warmup_epochs": 2, "crop": 2}
     make_config(arm.options)
     assert (nearest_recipe(5000), nearest_recipe(16384), nearest_recipe(16400)) == ("batch-4096", "batch-8192", None)
+
+
+def test_a_growing_recipe_is_fitted_to_the_batch_the_workers_and_the_epochs(package):
+    package(
+        batch_8192='batch_schedule = "0:1024 2:8192"\nvirtual_workers = 4\nsmallest_part = 2048\nepochs = 10\n',
+        batch_7000="global_batch = 8192\n",
+    )
+    study, _ = make_rehearsal("fashion-mnist", {"workers": 32, "reference_batch": 128, "epochs": 5})
+    arm = study.arms[3]
+    assert arm.name == "32 workers with batch-8192"  # of two for the same batch, the one that grows
+    fitted = {"batch_schedule": "0:512 1:4096", "smallest_part": 32, "virtual_workers": 32, "global_batch": 4096}
+    assert arm.options == {"epochs": 5, **fitted}
+    assert list_runs(study)
+
+
+def test_a_growing_batch_is_compared_with_a_constant_one(package):
+    package()
+    given = {"workers": 64, "batch_schedule": "0:1024 1:8192"}
+    study, _ = make_rehearsal("fashion-mnist", given)
+    assert [arm.name for arm in study.arms] == [REFERENCE, "64 workers as asked", "64 workers, constant batch"]
+    reference, asked, constant = (arm.options for arm in study.arms)
+    assert constant == {"virtual_workers": 64, "global_batch": 8192}
+    assert asked == {**constant, "batch_schedule": "0:1024 1:8192"}
+    assert reference == {"virtual_workers": 1, "global_batch": 128}
 
 
 def test_a_task_of_the_users_own_has_no_recipe_arm_and_its_own_batch(package):
@@ -117,7 +142,8 @@ def test_a_task_of_the_users_own_has_no_recipe_arm_and_its_own_batch(package):
         "                objective=lambda m, b: {'loss': m(b[0]).squeeze(1) ** 2}, defaults={'reference_batch': 8})\n"
     )
     study, _ = make_rehearsal("my_own.py", {"workers": 4})
-    assert [arm.options["global_batch"] for arm in study.arms] == [8, 32]
+    assert [arm.options["global_batch"] for arm in study.arms] == [8, 32, 32]
+    assert [arm.options.get("batch_schedule") for arm in study.arms] == [None, None, "0:8 1.5:16 3:32"]
     assert study.name == "rehearse-my_own-4"
 
 
@@ -127,11 +153,12 @@ def test_what_it_prints_and_the_recipe_it_writes(runs, package, capsys):
     assert cli.run(argv) == 0
     out = capsys.readouterr().out
     assert out.startswith("2 virtual workers on one worker: the same model, only slower\n")
-    assert [out.count(f"\n2 workers {how} ") for how in ("as asked", "with batch-32")] == [1, 1]
-    *_, asked, with_recipe, use = out.splitlines()
+    assert [out.count(f"\n2 workers{how} ") for how in (" as asked", ", growing to 32", " with batch-32")] == [1, 1, 1]
+    *_, asked, growing, with_recipe, use = out.splitlines()
     assert asked.startswith("2 workers (global batch 32) would reach accuracy 0.")
-    assert "(n 2) against 0." in asked
+    assert "(n 2) in 4 steps against 0." in asked
     assert asked.endswith(", equal within 90 points.")
+    assert growing.startswith("Growing from 16 to 32 they would reach accuracy 0.")
     assert with_recipe.startswith("With recipe batch-32 they would reach accuracy 0.")
     recipe = runs / "rehearse-fashion-mnist-mini-2" / "recipe.toml"
     assert use == "Use: paceline train fashion-mnist-mini --workers 2 --recipe runs/rehearse-fashion-mnist-mini-2/recipe.toml"
@@ -150,7 +177,7 @@ def test_what_it_prints_and_the_recipe_it_writes(runs, package, capsys):
         "options"
     ]
     assert cli.run(argv) == 0  # nothing is trained twice
-    assert "6 runs, 6 already done" in capsys.readouterr().out
+    assert "8 runs, 8 already done" in capsys.readouterr().out
 
 
 def made(**arms: list[float]) -> dict[str, Any]:
@@ -209,6 +236,6 @@ def test_options_that_need_several_workers_are_left_out_of_the_reference(package
 def test_a_model_without_hidden_layers_has_no_muon_arm(package):
     package(batch_64='global_batch = 64\noptimizer = "muon"\n')
     options = {"workers": 2, "reference_batch": 32}
-    for model, arms in (("linear", 2), ("mlp:width=8", 3)):
+    for model, arms in (("linear", 3), ("mlp:width=8", 4)):
         study, _ = make_rehearsal("fashion-mnist-mini", {**options, "model": model}, seeds=(0,))
         assert len(study.arms) == arms
