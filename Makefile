@@ -62,15 +62,17 @@ bench: setup  ## measure on CPUs: workers, exact sums, checkpoints, start-up, gr
 	$(BIN)/python bench/startup.py
 	$(BIN)/python bench/growth.py
 
-bench-gpu: setup  ## measure on a GPU: peers, overhead, limit, time to 94%; rewrites bench/results, 20 minutes
+bench-gpu: setup  ## measure on a GPU: peers, overhead, limit, time to 94%, a growing run on 64 workers; rewrites bench/results, 25 minutes
 	$(BIN)/python bench/peers.py --device cuda --workers 1 --paceline-flags "--fast on" --out bench/results/peers_gpu.json
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/limit.py
 	$(BIN)/python bench/speedrun.py
+	$(BIN)/python bench/plan_growth.py
 
 bench-plan: setup  ## compare predicted with measured speeds, also on shaped links (as root), 20 minutes; rewrites bench/results
 	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/timing.py
+	$(BIN)/python bench/timing.py --of noise --models cnn resnet:depth=8
 
 images: setup  ## take the pictures in docs/img again, 3 minutes
 	$(BIN)/python tools/screenshots.py

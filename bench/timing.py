@@ -1,16 +1,18 @@
-"""What timing every step costs: images/s with and without the clock in every step and health in the record.
+"""What measuring in every step costs: images/s with and without the clock and health, or with and without the noise scale.
 
     python bench/timing.py [--rounds 15] [--epochs 3] [--models cnn resnet:depth=8] [--out bench/results/timing.json]
+    python bench/timing.py --of noise [--parts 8 --global-batch 512] [--out bench/results/timing_noise.json]
 
 Both train the same model on the same batches in the same processes. They take turns, a few epochs at a time, so a busy machine
-slows both. Each round gives one ratio of times; the result is their median. "Without" is the same loop with a clock that does
-nothing, no hooks on gradients, and no health checks. Two CPU workers with one thread each over gloo; on a machine with a GPU,
-one worker with a captured step (CUDA graph). The first round is warm-up and is left out.
+slows both. Each round gives one ratio of times; the result is their median. Without clock and health, it is the same loop with
+a clock that does nothing, no hooks on gradients, and no health checks. `--of noise` is what `--batch-schedule auto` measures.
+Two CPU workers with one thread each over gloo; on a machine with a GPU, one worker with a captured step (CUDA graph). The first
+round is warm-up and is left out.
 """
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,9 +35,14 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--models", nargs="+", default=["cnn", "resnet:depth=8"])
     parser.add_argument("--task", default="fashion-mnist-mini")
-    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "timing.json"))
+    parser.add_argument("--of", choices=("clock", "noise"), default="clock")
+    parser.add_argument("--parts", type=int, default=0, help="virtual workers [one per worker; 8 with --of noise]")
+    parser.add_argument("--global-batch", type=int, default=0)
+    parser.add_argument("--out", default=None)
     args = parser.parse_args()
-    asked = args.task, args.rounds, args.epochs
+    parts = args.parts or (8 if args.of == "noise" else 0)
+    options = {"epochs": args.epochs, "virtual_workers": parts or None, "global_batch": args.global_batch or None}
+    asked = args.task, args.rounds, args.of, {name: value for name, value in options.items() if value}
     gpu, by_model = torch.cuda.is_available(), {}
     for model in args.models:
         if gpu:
@@ -46,30 +53,27 @@ def main() -> None:
         by_model[model] = {name: spread([row[name] for row in rows], 4) for name in rows[0]} | {"n": len(rows), "rows": rows}
         print(f"{model}: time with / without {by_model[model]['ratio']}", flush=True)
     where = torch.cuda.get_device_name() if gpu else "2 CPU workers with one thread each, gloo"
-    what = f"images/s of {args.task} with and without clock and health"
-    write(args.out, {"what": what, "where": where, "by_model": by_model})
+    subject = "clock and health" if args.of == "clock" else "the noise scale"
+    what = f"images/s of {args.task} with and without {subject}"
+    name = "timing.json" if args.of == "clock" else "timing_noise.json"
+    write(args.out or str(Path(__file__).parent / "results" / name), {"what": what, "where": where, "by_model": by_model})
 
 
-def measure(here: World, model: str, task: str, rounds: int, epochs: int) -> list[dict[str, float]]:
+def measure(here: World, model: str, task: str, rounds: int, of: str, options: dict[str, Any]) -> list[dict[str, float]]:
     """Measure on one worker."""
     rows: list[dict[str, float]] = []
     for number in range(rounds + 1):
         row: dict[str, float] = {}
         for kind in ("with", "without") if number % 2 else ("without", "with"):
-            with untimed() if kind == "without" else timed():
-                run = build(*tasks.resolve(task, {"epochs": epochs, "model": model}), here)
+            noise = {"measure_noise": True} if of == "noise" and kind == "with" else {}
+            with untimed() if of == "clock" and kind == "without" else nullcontext():
+                run = build(*tasks.resolve(task, {"model": model, **options, **noise}), here)
                 result = fit(run, ())
-            row[kind] = result.steps * run.sampler.global_batch / result.train_time_s
+            row[kind] = result.epochs * run.sampler.samples / result.train_time_s
         row["ratio"] = row["without"] / row["with"]
         if number:
             rows.append(row)
     return rows
-
-
-@contextmanager
-def timed() -> Iterator[None]:
-    """With the clock and health checks."""
-    yield
 
 
 @contextmanager

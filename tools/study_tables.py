@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
-from batch_growth import single_runs  # noqa: E402
+from batch_growth import effects_table, single_runs  # noqa: E402
 from paceline.optim import OPTIMIZERS  # noqa: E402
 from paceline.status import Status  # noqa: E402
 from paceline.study.results import compare_arm, difference_words, final_values  # noqa: E402
@@ -52,6 +52,23 @@ def growth_table(growth: dict[str, Any], *others: dict[str, Any]) -> str:
         verdict = difference_words(compare_arm(growth, growing), "accuracy") if grown else "not run"
         cells += [_cell(final_values(growth, growing)), f"{_steps(growth, growing) or '-'}", verdict]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def headline_table(growth: dict[str, Any]) -> str:
+    """README's rows: the references, and Muon growing to each size that has three seeds or more, beside the constant batch."""
+    lines = ["| | global batch | steps | accuracy |", "|---|---|---|---|"]
+    grown = [(f"muon to {size}", f"muon {size}") for line, size in GROWN if line == "muon"]
+    shown = [pair for pair in grown if len(final_values(growth, pair[0])) >= 3]
+    rows = [(arm, arm.split()[0], f"{int(arm.split()[1]):,}") for arm in REFERENCES[::-1]]
+    for growing, constant in shown:
+        runs = [run for run in growth["runs"] if run["arm"] == growing]
+        first = growth["study"]["arms"][growing]["options"]["batch_schedule"].split()[0].partition(":")[2]
+        rows.append((growing, "muon", f"{int(first):,} growing to {runs[0]['contract']['global_batch']:,}"))
+        if final_values(growth, constant):
+            rows.append((constant, "muon", f"{runs[0]['contract']['global_batch']:,}"))
+    for arm, name, batch in rows:
+        lines.append(f"| {_title(name)} | {batch} | {_steps(growth, arm):,} | {_cell(final_values(growth, arm))} |")
     return "\n".join(lines)
 
 
@@ -126,9 +143,12 @@ def registry_table() -> str:
 def tables() -> dict[str, str]:
     """All tables of the page, by name."""
     results = {path.stem: read(f"studies/results/{path.name}") for path in (ROOT / "studies" / "results").glob("*.json")}
+    search = read("studies/growth_search.json")
     return {
-        "growth": growth_table(results["growth"], results["batch"], single_runs(read("studies/growth_search.json"))),
+        "growth": growth_table(results["growth"], results["batch"], single_runs(search)),
+        "headline": headline_table(results["growth"]),
         "schedules": schedule_table(results["growth"]),
+        "effects": effects_table(search),
         "batch": batch_table(results["batch"]),
         "ingredients": arm_table(results["ingredients"]),
         "workers": arm_table(results["workers"], results["workers-cnn"]),

@@ -100,6 +100,8 @@ def contract_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     A record may be old, cut short or edited: a line with a missing field, or one of the wrong type, lists the fields it has.
     """
     known = {name: value for name, value in facts.items() if isinstance(value, str | int | float)}
+    if phases := _phase_lines(facts):
+        known["phases"] = len(phases)
     lines = []
     for what, line in _LINES.items():
         if what == "resumed" and "resumed_at" not in known:
@@ -113,7 +115,7 @@ def contract_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         if text:
             lines.append((what, text))
         if what == "global batch":
-            lines += _phase_lines(facts.get("phases"))
+            lines += phases
     return lines
 
 
@@ -132,10 +134,11 @@ def _global_batch(global_batch: int, virtual_workers: int, part_batch: int, accu
     return f"{global_batch:,} = {plural(virtual_workers, 'part')} of {part_batch:,}{micro}"
 
 
-def _phase_lines(phases: Any) -> list[tuple[str, str]]:
+def _phase_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """One line per phase of a batch schedule; a broken one is left out."""
-    lines = []
-    for number, phase in enumerate(phases if isinstance(phases, list | tuple) else (), 1):
+    lines, phases = [], facts.get("phases")
+    phases = phases if isinstance(phases, list | tuple) else ()
+    for number, phase in enumerate(phases, 1):
         with suppress(KeyError, TypeError, ValueError):
             text = (
                 f"from epoch {phase['start']:g}: batch {phase['global_batch']:,} ="
@@ -143,6 +146,9 @@ def _phase_lines(phases: Any) -> list[tuple[str, str]]:
                 f" {phase['peak_lr']:.4g}, {plural(phase['samples_per_worker'], 'sample')} per worker"
             )
             lines.append((f"phase {number}", text))
+    with suppress(KeyError, TypeError):
+        if lines and max(phase["global_batch"] for phase in phases) < facts["global_batch"]:  # --batch-schedule auto
+            lines.append(("later", f"doubled up to {facts['global_batch']:,} as the noise scale grows: then fewer steps"))
     return lines
 
 
@@ -151,7 +157,9 @@ def _scale(k: float, lr_rule: str, peak_lr: float) -> str:
     return f"k = {k:g}, rule {lr_rule}: peak lr {peak_lr:g}{gain}"
 
 
-def _steps(steps_per_epoch: int, epochs: int, total_steps: int) -> str:
+def _steps(steps_per_epoch: int, epochs: int, total_steps: int, phases: int = 0) -> str:
+    if phases:  # then epochs differ
+        return f"{total_steps:,} in {plural(epochs, 'epoch')}"
     return f"{steps_per_epoch:,} per epoch, {plural(epochs, 'epoch')}, {total_steps:,} in total"
 
 

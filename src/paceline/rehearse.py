@@ -159,7 +159,7 @@ def _largest(options: Mapping[str, Any]) -> int:
 
 
 def _growth(asked: Mapping[str, Any], large: Mapping[str, int], epochs: float, least: int) -> str:
-    """A schedule that ends at the batch asked for; "" if there is none, or if the given options need a constant batch."""
+    """A schedule that ends at the batch asked for; "" if the batch cannot grow, or if the given options need a constant one."""
     smallest = asked.get("smallest_part", Config.smallest_part)
     if asked.get("lr_rule") == "adascale" or asked.get("local_steps") or asked.get("accumulate", 1) > smallest:
         return ""

@@ -64,11 +64,13 @@ def make_phased(tmp_path: Path) -> Make:
     ) -> Path:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        listed, rows, step, time_s = [], [], 0, 0.0
+        listed: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
+        step, time_s = 0, 0.0
         for i, (start, batch, parts) in enumerate(phases):
             end = phases[i + 1][0] if i + 1 < len(phases) else epochs
             steps = 6144 // batch
-            about = {"global_batch": batch, "virtual_workers": parts, "part_batch": batch // parts}
+            about: dict[str, Any] = {"global_batch": batch, "virtual_workers": parts, "part_batch": batch // parts}
             listed.append({"start": float(start), **about, "steps": steps * (end - start)})
             rows.append({"kind": "phase", "step": step, "epoch": float(start), **about})
             for epoch in range(start, end):

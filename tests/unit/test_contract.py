@@ -40,6 +40,22 @@ def test_one_is_not_plural() -> None:
     assert lines["steps"] == "20 per epoch, 1 epoch, 60 in total"
 
 
+PHASE = {"virtual_workers": 2, "part_batch": 64, "steps": 40, "peak_lr": 0.1, "samples_per_worker": 64}
+
+
+def test_each_phase_has_a_line_and_epochs_of_several_lengths_are_not_multiplied() -> None:
+    phases = ({**PHASE, "start": 0.0, "global_batch": 128}, {**PHASE, "start": 1.5, "global_batch": 256, "part_batch": 128})
+    lines = dict(dataclasses.replace(FULL, phases=phases).lines())
+    assert lines["phase 2"] == "from epoch 1.5: batch 256 = 2 parts of 128, 40 steps, lr 0.1, 64 samples per worker"
+    assert lines["steps"] == "60 in 3 epochs"
+    assert "later" not in lines
+
+
+def test_a_batch_that_may_still_grow_is_announced() -> None:
+    lines = dict(dataclasses.replace(FULL, phases=({**PHASE, "start": 0.0, "global_batch": 128},)).lines())
+    assert lines["later"] == "doubled up to 256 as the noise scale grows: then fewer steps"
+
+
 def test_a_resumed_run_prints_only_what_may_have_changed() -> None:
     lines = dataclasses.replace(FULL, resumed_at=20).lines()
     assert [what for what, _ in lines] == ["resumed", "workers", "device"]

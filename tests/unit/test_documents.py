@@ -71,11 +71,17 @@ def test_gpu_numbers_are_the_committed_result() -> None:
     assert f"{found['checkpoint']['median_ms']:.1f} ms" in page("recovery")
 
 
-@pytest.mark.parametrize("name", ["growth", "schedules", "batch", "ingredients", "workers", "course", "step", "registry"])
+@pytest.mark.parametrize(
+    "name", ["growth", "schedules", "effects", "batch", "ingredients", "workers", "course", "step", "registry"]
+)
 def test_optimizer_tables_show_the_committed_results(name: str) -> None:
     table = load("study_tables", "tools").tables()[name]
     assert table in page("optimizers")
-    assert name not in ("batch", "growth") or table in page("batches")
+    assert name != "growth" or table in page("batches")
+
+
+def test_readme_shows_the_committed_results_of_growing_batches() -> None:
+    assert load("study_tables", "tools").tables()["headline"] in (ROOT / "README.md").read_text()
 
 
 def test_optimizer_step_ratios_are_the_committed_result() -> None:

@@ -6,8 +6,8 @@ steps would waste samples. So a run starts with a small batch, and doubles it wh
 `--batch-noise-ratio` times the batch.
 
 The decision is taken at fixed places of an epoch, from numbers that all workers have, so every worker takes the same one; in
-exact mode it is the same on any number of workers. Checkpoints hold the phases so far. A run with the phases that were found as
-its `--batch-schedule` trains the same model.
+exact mode it is the same on any number of workers. Checkpoints hold the phases so far. If the batch reached `--global-batch`, a
+run with the phases that were found as its `--batch-schedule`, and `--measure-noise`, trains the same model.
 """
 
 from paceline.core.noise import noise_scale
@@ -48,8 +48,12 @@ class Growth:
 
     def describe(self) -> str:
         """The phases so far, as a schedule that a run can be given."""
-        pairs = [(phase.start, phase.global_batch) for phase in self._run.sampler.phases]
-        return f'the batch grew by --batch-schedule "{write_batch_schedule(pairs)}"'
+        sampler = self._run.sampler
+        text = write_batch_schedule([(phase.start, phase.global_batch) for phase in sampler.phases])
+        short = (
+            "" if sampler.phases[-1].global_batch == sampler.global_batch else f": it did not reach {sampler.global_batch:,}"
+        )
+        return f'the batch grew by --batch-schedule "{text}"{short}'
 
     def _scale(self) -> float:
         """The noise scale, as measured so far."""

@@ -48,7 +48,13 @@ def _make_phases(config: Config, pairs: Sequence[tuple[float, int]], global_batc
     if phase.parts < 2:
         raise UsageError(
             f"--batch-schedule {config.batch_schedule} compares the gradients of parts, but its first batch of {first} has one"
-            " part: use --virtual-workers 2 or more, and a --smallest-part of at most half of that batch"
+            " part: "
+            + (
+                "use --virtual-workers 2 or more"
+                if parts < 2
+                else f"use --batch-schedule auto:{2 * config.smallest_part} or more, a larger --global-batch, or a smaller"
+                " --smallest-part"
+            )
         )
     return (phase,)
 
