@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.output import plural
+from paceline.phases import place_of
 from paceline.values import parse_pairs, short, write_pairs
 
 AUTO = "auto"
@@ -78,7 +79,7 @@ def count_workers(text: str, spot: Spot) -> int:
     if is_auto(text):
         count = _limit(text) * spot.global_batch // spot.largest_batch
         return max(1, min(count, spot.parts))  # a worker without a part would be idle
-    return max((start, count) for start, count in parse_workers_schedule(text) if _place(start, spot.samples) <= spot.done)[1]
+    return max((start, count) for start, count in parse_workers_schedule(text) if place_of(start, spot.samples) <= spot.done)[1]
 
 
 def check_fits(text: str, parts: int, epochs: int | None = None) -> None:
@@ -111,9 +112,3 @@ def _limit(text: str) -> int:
     if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= _MOST):
         raise UsageError(f"--workers-schedule is {short(repr(text))}: {_RULE}")
     return int(limit)
-
-
-def _place(start: float, samples: int) -> int:
-    """A time in epochs, in samples since the start of the run."""
-    whole = int(start)
-    return whole * samples + round((start - whole) * samples)

@@ -5,6 +5,7 @@ What the parts of a phase are follows from the schedule, V and `--smallest-part`
 imports torch.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,12 @@ from paceline.output import plural
 from paceline.values import parse_pairs, short, write_pairs
 
 AUTO = "auto"
+PLACES = 8
+"""Places in an epoch where `--batch-schedule auto` may double the batch, at most one after each step."""
 _HALVINGS = 5
 _MOST_BATCH = 10**12
+_ROUNDING = 0.01
+"""In samples: more than the rounding of a time in epochs (10^-16 of its value), for up to 10^12 samples in all."""
 _GROWTH = ((0.0, 8), (0.1, 4), (0.3, 2), (0.6, 1))  # (share of the epochs, divisor of the largest batch)
 _RULE = 'it must be epoch:batch pairs, such as "0:1024 1:2048 2.5:4096", or auto, or auto:512 to start at 512'
 
@@ -48,8 +53,13 @@ def noise_ratio(optimizer: str, given: float | None = None) -> float:
     return _NOISE_RATIOS.get(optimizer, _NOISE_RATIO) if given is None else given
 
 
-_NOISE_RATIO = 2.0
-_NOISE_RATIOS = {"muon": 0.25}  # it makes good use of large batches
+def lr_power(optimizer: str, given: float | None = None) -> float:
+    """(A phase's batch / the largest batch) to this power multiplies the learning rate: as given, or by the optimizer."""
+    return _LR_POWERS.get(optimizer, _LR_POWER) if given is None else given
+
+
+_NOISE_RATIO, _LR_POWER = 2.0, 0.5
+_NOISE_RATIOS, _LR_POWERS = {"muon": 0.25}, {"muon": 0.25}  # it makes good use of large batches (docs/optimizers.md)
 
 
 def check_starts(pairs: Sequence[tuple[float, int]], epochs: float) -> None:
@@ -62,21 +72,44 @@ def check_starts(pairs: Sequence[tuple[float, int]], epochs: float) -> None:
         )
 
 
-def first_of_auto(text: str, global_batch: int) -> int:
-    """The batch that `--batch-schedule auto` starts at: the one given, or global_batch / 32, or less often halved if odd."""
-    given = text.partition(":")[2]
+def phases_of_auto(text: str, global_batch: int, parts: int, smallest_part: int) -> tuple[Phase, ...]:
+    """Every phase that `--batch-schedule auto` may have, all from epoch 0: the first batch, then its doublings.
+
+    It starts at the batch given or at global_batch / 32. It starts at more if that does not divide into two or more parts of
+    `smallest_part` samples, whose gradients are compared. Raises a UsageError for a start that cannot be used.
+    """
+    first, given = global_batch, text.partition(":")[2]
+    for _ in range(_HALVINGS):
+        count = _count_parts(first // 2, global_batch, parts, smallest_part)
+        if first % 2 or count < 2 or first // 2 % count:
+            break
+        first //= 2
     if given:
-        doubled = int(given)
-        while doubled < global_batch:
-            doubled *= 2
-        if doubled != global_batch:
+        first, usual = int(given), first
+        batches = _doublings(first, global_batch)
+        if batches[-1] != global_batch:
             raise UsageError(
                 f"--batch-schedule {text}: doubling {given} does not lead to the global batch of {global_batch}: use"
-                f" --global-batch {doubled}"
+                f" --global-batch {batches[-1]}"
             )
-        return int(given)
-    halvings = next((n for n in range(_HALVINGS) if global_batch % (2 << n)), _HALVINGS)
-    return global_batch >> halvings
+        counts = [_count_parts(batch, global_batch, parts, smallest_part) for batch in batches]
+        wrong = next((pair for pair in zip(batches, counts, strict=True) if pair[0] % pair[1]), None)
+        if counts[0] < 2 <= parts or wrong:
+            batch, count = wrong or (first, counts[0])
+            why = f"does not divide into {count} equal parts" if wrong else "has one part, and gradients of parts are compared"
+            raise UsageError(f"--batch-schedule {text}: a batch of {batch} {why}: start at {usual}, or change --smallest-part")
+    if parts < 2:
+        raise UsageError(f"--batch-schedule {text} compares the gradients of parts: use --virtual-workers 2 or more")
+    return tuple(
+        Phase(0.0, batch, _count_parts(batch, global_batch, parts, smallest_part)) for batch in _doublings(first, global_batch)
+    )
+
+
+def _doublings(first: int, global_batch: int) -> list[int]:
+    batches = [first]
+    while batches[-1] < global_batch:
+        batches.append(2 * batches[-1])
+    return batches
 
 
 def parse_batch_schedule(text: str) -> tuple[tuple[float, int], ...]:
@@ -132,13 +165,10 @@ def grow_batch(global_batch: int, epochs: float, parts: int, smallest_part: int,
 def resize_batch_schedule(text: str, global_batch: int, parts: int, smallest_part: int, *, stretch: float = 1.0) -> str:
     """A schedule with `global_batch` as its largest batch, the others in proportion, and its epochs times `stretch`.
 
-    Each batch is rounded down so that it divides into its parts. For auto the first batch is chosen again: it has two parts.
+    Each batch is rounded down so that it divides into its parts. For auto the first batch is chosen again.
     """
     if is_auto(text):
-        first = doubled = first_of_auto(AUTO, global_batch)
-        while doubled < min(global_batch, 2 * smallest_part):
-            doubled *= 2
-        return AUTO if doubled == first else f"{AUTO}:{doubled}"
+        return AUTO
     pairs = parse_batch_schedule(text)
     largest = max((batch for _, batch in pairs), default=1)
     resized = []
@@ -153,6 +183,18 @@ def batch_words(batches: Sequence[int]) -> str:
     if len(batches) < 2:
         return "".join(f"{batch:,}" for batch in batches)
     return f"{batches[0]:,} to {batches[-1]:,} in {plural(len(batches), 'phase')}"
+
+
+def place_of(start: float, samples: int) -> int:
+    """A time in epochs, in samples since the start of the run, rounded up. One written as samples / all samples is exact."""
+    whole = int(start)
+    return whole * samples + math.ceil((start - whole) * samples - _ROUNDING)
+
+
+def start_of(done: int, samples: int) -> float:
+    """The place after this many samples, in epochs: the shortest number that `place_of` turns back into it."""
+    rounded = (round(done / samples, digits) for digits in range(17))
+    return next((start for start in rounded if place_of(start, samples) == done), done / samples)
 
 
 def check_largest(pairs: Sequence[tuple[float, int]], global_batch: int | None) -> None:

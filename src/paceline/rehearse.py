@@ -163,6 +163,8 @@ def _growth(asked: Mapping[str, Any], large: Mapping[str, int], epochs: float, l
     smallest = asked.get("smallest_part", Config.smallest_part)
     if asked.get("lr_rule") == "adascale" or asked.get("local_steps") or asked.get("accumulate", 1) > smallest:
         return ""
+    if asked.get("max_steps"):  # the shares of the epochs would not be those of the run
+        return ""
     return grow_batch(large["global_batch"], epochs, large["virtual_workers"], smallest, least)
 
 
@@ -194,11 +196,13 @@ def verdict(results: Mapping[str, Any], workers: int) -> tuple[str | None, list[
 
 def _how(results: Mapping[str, Any], arm: str) -> str:
     """What an arm does otherwise than the one that was asked for."""
-    recipe, batches = results["study"]["arms"][arm]["about"], batches_of(results, arm)
+    about, batches = results["study"]["arms"][arm], batches_of(results, arm)
     growing = f"growing from {batches[0]:,} to {batches[-1]:,}" if len(batches) > 1 else ""
-    if recipe:
-        return f"With recipe {recipe}" + (f", {growing}," if growing else "")
-    return growing.capitalize() or f"With a constant {_batches(results, arm)}"
+    if about["about"]:
+        return f"With recipe {about['about']}" + (f", {growing}," if growing else "")
+    if about["options"].get("batch_schedule"):
+        return growing.capitalize() or f"With --batch-schedule and a {_batches(results, arm)}"
+    return f"With a constant {_batches(results, arm)}"
 
 
 def _batches(results: Mapping[str, Any], arm: str) -> str:

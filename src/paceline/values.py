@@ -78,9 +78,9 @@ def _write_start(start: Any) -> str:
 
 
 def _number(text: str, kind: type[int] | type[float]) -> float:
-    """A number of at least 0; -1 for anything else."""
+    """A number of at least 0 in ASCII digits; -1 for anything else."""
     try:
-        value = kind(text)
+        value = kind(text) if text.isascii() and "_" not in text else -1
     except ValueError:
         return -1
     return value if math.isfinite(value) and 0 <= value <= _MOST_STEPS else -1

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fixed, shrinking": ({"norm": True}, {**FIXED, "batch_schedule": "0:32 0.5:8 1.2:16"}),
     "auto": ({"norm": True}, AUTO),
     "auto, averaged": ({}, {**AUTO, "ema": 0.9, "schedule": "linear", "optimizer": "adamw", "base_lr": 0.01}),
+    "auto, warmed up": ({}, {**AUTO, "schedule": "cosine", "warmup_epochs": 2.5}),
     "auto, sharpness-aware": ({}, {**AUTO, "sam_rho": 0.05}),
     "auto, streamed": ({}, {**AUTO, "loader": "streaming", "loader_workers": 1}),
 }
@@ -68,7 +69,7 @@ def test_same_bits_on_any_number_of_workers(alone: dict[str, Trained], workers: 
 def test_phases_begin_where_the_schedule_says(alone: dict[str, Trained]) -> None:
     """At the first step that starts at the time or later: sample 41.2 of 103 is within the step from 40 to 48."""
     assert batches(alone["fixed"]) == [(0, 8), (48 / 103, 16), (1 + 64 / 103, 32)]
-    assert [row["lr_scale"] for row in alone["fixed"].watcher.phases] == [0.25**0.25, 0.5**0.25, 1]
+    assert [row["lr_scale"] for row in alone["fixed"].watcher.phases] == [0.25**0.5, 0.5**0.5, 1]
     assert [row["virtual_workers"] for row in alone["fixed"].watcher.phases] == [2, 4, 4]
     assert [row["virtual_workers"] for row in alone["fixed, shrinking"].watcher.phases] == [4, 2, 4]
 
@@ -78,6 +79,23 @@ def test_auto_grows_by_doubling_and_never_shrinks(alone: dict[str, Trained]) -> 
         if name.startswith("auto"):
             sizes = [size for _, size in batches(alone[name])]
             assert sizes == [8, 16, 32], (name, batches(alone[name]))
+            begun = [row["step"] for row in alone[name].watcher.phases]
+            assert min(np.diff(begun)) >= 8, "a decision from fewer steps of a phase"
+
+
+def test_auto_grows_at_the_first_place_after_eight_steps() -> None:
+    """Places are 12.9 samples apart: the eighth step (to sample 64) passes none, the ninth (to 72) does. In epoch 1 the eighth
+    step of the next phase is one of the two smaller ones at the end, after which nothing is decided: so after step 18.
+    """
+    trained = train_in(ALONE, blobs(), {**AUTO, **EXACT, "batch_noise_ratio": 1e-9})
+    assert [row["step"] for row in trained.watcher.phases] == [0, 9, 19]
+
+
+def test_auto_that_does_not_reach_the_largest_batch_says_so() -> None:
+    stays = train_in(ALONE, blobs(), {**AUTO, **EXACT, "batch_noise_ratio": 1e9})
+    assert stays.watcher.notes[-1].startswith("the batch stayed at 8: ")
+    short = train_in(ALONE, blobs(), {**AUTO, **EXACT, "batch_noise_ratio": 1e-9, "max_steps": 12})
+    assert short.watcher.notes[-1].endswith(", and did not reach 32")
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("auto")])

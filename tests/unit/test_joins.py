@@ -55,6 +55,8 @@ def test_auto_keeps_the_samples_per_worker():
         ("4", "it must be epoch:workers pairs"),
         ("-1:4", "it must be epoch:workers pairs"),
         ("0:nan", "it must be epoch:workers pairs"),
+        ("0:1 1:\u0662", "it must be epoch:workers pairs"),  # a digit, but not of ASCII
+        ("0:1 1:1_0", "it must be epoch:workers pairs"),
         ("auto:0", "it must be epoch:workers pairs"),
         ("auto:x", "it must be epoch:workers pairs"),
         ("0:5000", "--workers-schedule has 5,000 workers: it must be at most 4,096"),

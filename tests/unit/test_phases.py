@@ -2,7 +2,17 @@
 
 import pytest
 
-from paceline.phases import batch_words, grow_batch, make_phases, parse_batch_schedule, resize_batch_schedule
+from paceline.errors import UsageError
+from paceline.phases import (
+    batch_words,
+    grow_batch,
+    make_phases,
+    parse_batch_schedule,
+    phases_of_auto,
+    place_of,
+    resize_batch_schedule,
+    start_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +59,48 @@ GIVEN = "0:1024 1:2048 3:4096 6:8192"
         ("0:512 1:8192 9:1024", 4096, 4, 1, "0:256 1:4096 9:512"),  # the largest need not be the last
         ("auto", 8192, 64, 1, "auto"),
         ("auto:512", 4096, 64, 1, "auto"),
-        ("auto", 512, 4, 1, "auto:64"),  # its first batch needs two parts of 32
         ("", 512, 4, 1, ""),
     ],
 )
 def test_a_schedule_is_resized(given, batch, parts, stretch, schedule):
     assert resize_batch_schedule(given, batch, parts, 32, stretch=stretch) == schedule
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "parts", "found"),
+    [
+        ("auto", 4096, 64, [(128, 4), (256, 8), (512, 16), (1024, 32), (2048, 64), (4096, 64)]),
+        ("auto", 512, 4, [(64, 2), (128, 4), (256, 4), (512, 4)]),  # the first batch needs two parts of 32
+        ("auto", 896, 7, [(224, 7), (448, 7), (896, 7)]),  # 112 would not divide into 3 parts
+        ("auto", 64, 4, [(32, 2), (64, 4)]),  # parts of 16 at most: then that is the smallest
+        ("auto", 99, 3, [(99, 3)]),
+        ("auto:256", 1024, 4, [(256, 4), (512, 4), (1024, 4)]),
+    ],
+)
+def test_auto_starts_with_parts_to_compare(text, batch, parts, found):
+    assert [(phase.global_batch, phase.parts) for phase in phases_of_auto(text, batch, parts, 32)] == found
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "parts", "words"),
+    [
+        ("auto:300", 1024, 4, "doubling 300 does not lead to the global batch of 1024: use --global-batch 1200"),
+        ("auto:32", 1024, 4, "a batch of 32 has one part, and gradients of parts are compared: start at 64"),
+        ("auto:112", 896, 7, "a batch of 112 does not divide into 3 equal parts: start at 224"),
+        ("auto", 1024, 1, "use --virtual-workers 2 or more"),
+    ],
+)
+def test_a_start_of_auto_that_cannot_be_used(text, batch, parts, words):
+    with pytest.raises(UsageError, match=words):
+        phases_of_auto(text, batch, parts, 32)
+
+
+@pytest.mark.parametrize("samples", [103, 6000, 60_000, 1_281_167])
+def test_a_place_is_written_with_few_digits_and_found_again(samples):
+    for done in (0, 1, samples // 3, samples - 1, samples, 7 * samples + samples // 7):
+        start = start_of(done, samples)
+        assert place_of(start, samples) == done
+        assert start == round(start, len(str(samples)) + 2)
 
 
 def test_phases_in_words():

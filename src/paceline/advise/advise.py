@@ -2,8 +2,8 @@
 
 The noise scale is the global batch beyond which more samples per step save few steps (`plan/tradeoff.py`). With a cluster, the
 advice is the count beyond which more workers stop saving time (`plan/target.py`), steps included. If the batch of the run
-changed, the noise scale is told by phase, and the advice follows from the last one. If it grew, a batch schedule that grows
-with it is suggested (`growing.py`). Nothing here imports torch.
+changed, the noise scale is reported per phase, and the advice follows from the last one. If it grew, a batch schedule that
+grows with it is suggested (`growing.py`). Nothing here imports torch.
 """
 
 import math
@@ -147,10 +147,10 @@ def _say_growing(facts: Facts) -> list[str]:
     first = course.phases[0][0].global_batch if course.phases else facts.samples
     most = facts.train_samples // 2 if facts.train_samples else None
     pairs = suggest_schedule(course, first, most)
-    if course.grew <= GREW and not course.phases:
+    if course.grew <= GREW:
         return []
     before, after = (number_words(each) for each in course.ends)
-    said = f"The noise scale {'grew' if course.grew > 1 else 'went'} from {before} to {after} samples during the run"
+    said = f"The noise scale grew from {before} to {after} samples during the run"
     if not pairs:
         return [f"{said}, never more than {course.ratio:g} times a batch of {first:,}: it does not suggest a larger batch."]
     return [

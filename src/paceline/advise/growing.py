@@ -16,13 +16,10 @@ import numpy as np
 
 from paceline.config import Config
 from paceline.errors import UsageError
-from paceline.phases import Phase, make_phases, noise_ratio, write_batch_schedule
+from paceline.phases import PLACES, Phase, make_phases, noise_ratio, write_batch_schedule
 from paceline.plan.stretches import split_rows
 from paceline.plan.tradeoff import NoiseScale, is_noise_scale, noise_scale_of
 from paceline.toml import read_toml
-
-PLACES = 8
-"""Places per epoch where the batch may double."""
 
 GREW = 2.0
 """A schedule is suggested to a run with a constant batch if its noise scale grew more than this many times."""

@@ -43,7 +43,7 @@ from paceline.core.trees import move
 from paceline.dist.world import World, default_world
 from paceline.errors import UsageError
 from paceline.output import plural
-from paceline.phases import Phase, check_largest, make_phases, parse_batch_schedule
+from paceline.phases import Phase, check_largest, is_auto, make_phases, parse_batch_schedule
 
 _EVALUATION = 0xE7A1  # keeps the random numbers of evaluation apart from those of training
 
@@ -94,19 +94,15 @@ class Parts:
         self.model, self.world = model, world or default_world(next(model.parameters()).device)
         parts = virtual_workers or self.world.size
         check_parts(parts, self.world.size)
-        pairs = parse_batch_schedule(batch_schedule) if isinstance(batch_schedule, str) else ()
-        if pairs and global_batch is None and loader is None:
-            global_batch = max(batch for _, batch in pairs)
+        if global_batch is None and loader is None and isinstance(batch_schedule, str):
+            global_batch = max((batch for _, batch in parse_batch_schedule(batch_schedule)), default=None)
         samples, global_batch = plan_batches(loader, samples, global_batch)
         if min(at_once, accumulate, global_batch) < 1:
             raise UsageError("at_once, accumulate and global_batch must be at least 1")
         if reduce not in ("fast", "exact"):
             raise UsageError(f'reduce is {reduce!r}: it must be "fast" or "exact"')
-        phases = batch_schedule
-        if isinstance(phases, str):
-            check_largest(pairs, global_batch)
-            phases = make_phases(pairs, parts, smallest_part)
-        self.sampler = Sampler(samples, global_batch, parts, seed, weights, stream, tuple(phases))
+        phases = _read_phases(batch_schedule, global_batch, parts, smallest_part)
+        self.sampler = Sampler(samples, global_batch, parts, seed, weights, stream, phases)
         self.exact, self._accumulate = reduce == "exact", accumulate
         if self.exact:
             set_deterministic()
@@ -360,6 +356,17 @@ class Parts:
         self.statistics.scatter(state["statistics"], state["counts"])
         if self.engine.noise is not None:
             self.engine.noise.state.copy_(state["noise"])
+
+
+def _read_phases(given: str | Sequence[Phase], global_batch: int, parts: int, smallest_part: int) -> tuple[Phase, ...]:
+    """The phases of a batch schedule; empty for a constant batch."""
+    if not isinstance(given, str):
+        return tuple(given)
+    if is_auto(given):
+        raise UsageError("batch_schedule='auto' is for paceline train: in a loop of your own, give the epochs and batches")
+    pairs = parse_batch_schedule(given)
+    check_largest(pairs, global_batch)
+    return make_phases(pairs, parts, smallest_part)
 
 
 def _check_spanning(exact: bool) -> None:

@@ -25,10 +25,8 @@ import numpy as np
 from paceline.core.hashes import key, keys_numpy
 from paceline.errors import UsageError
 from paceline.output import plural
-from paceline.phases import Phase
+from paceline.phases import Phase, place_of
 
-_ROUNDING = 0.01
-"""In samples: more than the rounding of a time in epochs (10^-16 of its value), for up to 10^12 samples in all."""
 _DRAW = 0xD4A3  # keeps the numbers that draw weighted samples apart from those that shuffle
 
 
@@ -137,7 +135,8 @@ class Sampler:
     def step_at(self, epochs: float) -> int:
         """The first step that starts after this many epochs or later."""
         epoch = int(epochs)
-        return self.first_step(epoch) + int(np.searchsorted(self.cut(epoch).bounds[:-1], self._samples_in(epochs - epoch)))
+        place = place_of(epochs - epoch, self.samples)
+        return self.first_step(epoch) + int(np.searchsorted(self.cut(epoch).bounds[:-1], place))
 
     def count_by_phase(self, total_steps: int) -> list[int]:
         """How many of the first `total_steps` steps each phase has."""
@@ -149,10 +148,6 @@ class Sampler:
             counts += np.bincount(self.cut(epoch).phases[:left], minlength=len(counts))
         counts[-1] += max(0, total_steps - self.first_step(self.settled))
         return [int(count) for count in counts]
-
-    def _samples_in(self, fraction: float) -> int:
-        """This fraction of an epoch in samples, rounded up. A place written as samples / all samples is met exactly."""
-        return math.ceil(fraction * self.samples - _ROUNDING)
 
     @functools.cached_property
     def settled(self) -> int:
@@ -178,7 +173,7 @@ class Sampler:
         for i, phase in enumerate(self.phases):
             if not epoch < phase.start < epoch + 1:
                 continue
-            batch, begin = self.phases[current].global_batch, self._samples_in(phase.start - epoch)
+            batch, begin = self.phases[current].global_batch, place_of(phase.start - epoch, self.samples)
             steps = max(0, -(-(begin - at) // batch))
             left = self.samples - at - steps * batch
             if 2 * left < phase.global_batch or left < phase.parts:

@@ -5,11 +5,13 @@ k = global_batch / reference_batch. AdaScale computes its gain in each step (`co
 resuming needs only the step number. (torch's schedulers have: `training/rates.py`.)
 
 If the global batch changes during the run (`--batch-schedule`), steps differ in length. Then the shape follows the samples that
-are used, the warm-up still counts steps, and each phase multiplies the learning rate by (its batch / the largest batch)^power.
+are used, and so does a warm-up in epochs; a warm-up in steps counts steps. Each phase multiplies the learning rate by (its
+batch / the largest batch)^power.
 
 To add a rule, add it to `scale_lr` and to `lr_rule` in `config.py`; to add a shape, add it to `Schedule.lr` and `schedule`.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.config import Config
+from paceline.phases import is_auto, lr_power
 from paceline.values import parse_milestones
 
 if TYPE_CHECKING:  # it imports numpy and torch, which `paceline lr-find --help` does without
@@ -33,6 +36,8 @@ class Schedule:
     shape: str = "constant"
     by: str = "step"
     warmup_steps: int = 0
+    warmup_samples: float = 0.0
+    """A warm-up in epochs, if the global batch changes."""
     warmup_from: float = 0.0
     peak_at: float = 0.3
     step_at: tuple[float, ...] = ()
@@ -44,6 +49,8 @@ class Schedule:
     """Whether shape "own" depends on the length of the run."""
     sampler: "Sampler | None" = None
     """The steps of a run whose global batch changes."""
+    samples: int = 0
+    """Samples until the end of the shape, if that is not the end of `total_steps`: the batches of those may still grow."""
     batch_power: float = 0.0
 
     @property
@@ -56,7 +63,23 @@ class Schedule:
         """What `step_at` counts in, in the unit of `_time`."""
         if self.sampler is not None and self.drops_by_epoch:
             return self.sampler.samples
-        return self.steps_per_epoch if self.drops_by_epoch else self._time(self.total_steps)
+        return self.steps_per_epoch if self.drops_by_epoch else self._end
+
+    @functools.cached_property
+    def _end(self) -> int:
+        """When the shape ends, in the unit of `_time`."""
+        return self.samples or self._time(self.total_steps)
+
+    @functools.cached_property
+    def _warm(self) -> float:
+        """When the warm-up ends, in the unit of `_time`."""
+        return self.warmup_samples or self._time(self.warmup_steps)
+
+    def count_rising(self) -> int:
+        """The steps until the learning rate is at its peak."""
+        if self.shape == "one-cycle":
+            return round(self.peak_at * self._end) if self.sampler is None else self._step_after(self.peak_at * self._end)
+        return self._step_after(self._warm)
 
     def _time(self, step: int) -> int:
         """When a step starts: in steps or, if their batches differ, in samples."""
@@ -94,13 +117,13 @@ class Schedule:
         step = self._counted(step)
         if self.shape == "own":
             return self.peak_lr * self.warm_up(step) * (1.0 if self.factor is None else self.factor(step))
-        if step < self.warmup_steps:
+        now, end, warm = self._time(step), self._end, self._warm
+        if now < warm:
             return self.peak_lr * self.warm_up(step)
         if self.shape == "constant":
             return self.peak_lr
         if self.shape == "step":
-            return self.peak_lr * self.step_factor ** sum(self._time(step) >= at * self._drop_unit for at in self.step_at)
-        now, end, warm = self._time(step), self._time(self.total_steps), self._time(self.warmup_steps)
+            return self.peak_lr * self.step_factor ** sum(now >= at * self._drop_unit for at in self.step_at)
         done = (now - warm) / max(1, end - warm)
         if self.shape == "linear":
             return self.peak_lr * (1 - done)
@@ -114,9 +137,10 @@ class Schedule:
     def warm_up(self, step: int) -> float:
         """What warm-up multiplies the learning rate by: 1 after its end."""
         step = self._counted(step)
-        if step >= self.warmup_steps:
+        if self._time(step) >= self._warm:
             return 1.0
-        return self.warmup_from + (1 - self.warmup_from) * step / self.warmup_steps
+        done = self._time(step) / self.warmup_samples if self.warmup_samples else step / self.warmup_steps
+        return self.warmup_from + (1 - self.warmup_from) * done
 
     def _counted(self, step: int) -> int:
         """The step that decides the learning rate of this one."""
@@ -134,9 +158,9 @@ class Schedule:
         """
         if self.by == "epoch":
             return frozenset()
-        bends = [self.warmup_steps]
+        bends = [self._step_after(self._warm)]
         if self.shape == "one-cycle":
-            bends.append(self._step_after(self.peak_at * self._time(self.total_steps)))
+            bends.append(self._step_after(self.peak_at * self._end))
         steps = {max((bend - 1, bend), key=self.lr) for bend in bends if bend > 0}
         jumps = [self._step_after(at * self._drop_unit) for at in self.step_at] if self.shape == "step" else []
         if self.sampler is not None:
@@ -154,7 +178,6 @@ def make_schedule(config: Config, sampler: "Sampler") -> Schedule:
     """The schedule of a run. Warm-up starts at base_lr / peak_lr of the peak unless `warmup_from` is given."""
     k, steps_per_epoch = sampler.global_batch / config.reference_batch, sampler.cut(sampler.settled).steps
     peak_lr = scale_lr(config.base_lr, k, config.lr_rule)
-    warmup_steps = sampler.step_at(config.warmup_epochs) if sampler.grows else round(config.warmup_epochs * steps_per_epoch)
     one_cycle_start = 0.1  # one-cycle starts low for any k: its rise is its warm-up
     start = one_cycle_start if config.schedule == "one-cycle" else min(1.0, 1 / k)
     return Schedule(
@@ -163,13 +186,15 @@ def make_schedule(config: Config, sampler: "Sampler") -> Schedule:
         steps_per_epoch=steps_per_epoch,
         shape=config.schedule,
         by="epoch" if config.schedule_by == "epoch" else "step",
-        warmup_steps=config.warmup_steps or warmup_steps,
+        warmup_steps=config.warmup_steps or (0 if sampler.grows else round(config.warmup_epochs * steps_per_epoch)),
+        warmup_samples=config.warmup_epochs * sampler.samples if sampler.grows else 0.0,
         warmup_from=start if config.warmup_from is None else config.warmup_from,
         peak_at=config.peak_at,
         step_at=parse_milestones(config.step_at),
         step_factor=config.step_factor,
         sampler=sampler if sampler.grows else None,
-        batch_power=config.batch_lr_power,
+        samples=config.epochs * sampler.samples if is_auto(config.batch_schedule) else 0,
+        batch_power=lr_power(config.optimizer, config.batch_lr_power),
     )
 
 

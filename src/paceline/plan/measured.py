@@ -272,6 +272,7 @@ def _training_point(workers: int, nodes: int, batch: int, rows: Sequence[Mapping
         compute_spread_s=waits,
         reduce_s=0.0,
         windows=tuple(speeds),
+        steps=math.fsum(number({"steps": 1, **row}, "steps", above=True) for row in rows),
     )
 
 

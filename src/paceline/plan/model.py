@@ -35,11 +35,11 @@ from paceline.plan.draws import Draws
 from paceline.plan.lag import expected_lag
 from paceline.plan.links import Array, crowd, faster_s, ring_s
 from paceline.plan.points import Measured, Point
-from paceline.spread import mean
 
 Mode = Literal["weak", "strong"]
 
 _OWN = ("input", "compute", "optimizer", "other")
+_FIXED = frozenset({"optimizer", "other"})  # they do not depend on the number of samples
 _CALIBRATED = (0.25, 20.0)
 """The range of the factor between an all-reduce in training and one without training."""
 
@@ -250,22 +250,22 @@ def by_samples(
     `crowded`: how many times longer sharing cores made the workers of a measured count take.
     """
     points: dict[float, dict[str, float]] = {}
+    weights: dict[float, float] = {}
     for point in measured.fewest():
         found = {**{name: point.components_s[name] for name in _OWN}, "backward": point.backward_s}
         points.setdefault(point.samples, {name: seconds / crowded(point) for name, seconds in found.items()})
-    return {
-        name: _at_draws(list(points), [each[name] for each in points.values()], name, samples, beyond)
-        for name in (*_OWN, "backward")
-    }
+        weights.setdefault(point.samples, point.steps)
+    seconds = {name: [each[name] for each in points.values()] for name in (*_OWN, "backward")}
+    for name in seconds.keys() - _FIXED:
+        seconds[name] = rising(seconds[name], list(weights.values()))
+    return {name: _at_draws(list(points), each, name, samples, beyond) for name, each in seconds.items()}
 
 
 def _at_draws(known: list[float], seconds: list[float], name: str, samples: float, beyond: Array) -> Array:
     """Seconds at this many samples: interpolated within the known points, drawn between bounds beyond them."""
-    if name not in ("optimizer", "other"):
-        seconds = rising(seconds)
     at = float(np.interp(samples, known, seconds))
     end = 0 if samples < known[0] else -1
-    if known[0] <= samples <= known[-1] or name in ("optimizer", "other"):
+    if known[0] <= samples <= known[-1] or name in _FIXED:
         return np.full_like(beyond, at)
     proportional = at * samples / known[end]
     nominal = proportional
@@ -279,14 +279,19 @@ def _at_draws(known: list[float], seconds: list[float], name: str, samples: floa
     return nominal + np.where(beyond < 0, beyond * (nominal - low), beyond * (high - nominal))
 
 
-def rising(values: Sequence[float]) -> list[float]:
+def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     """The nearest values that never fall (pool adjacent violators): more samples do not take less time, except by noise."""
-    pools: list[list[float]] = []
-    for value in values:
-        pools.append([value])
-        while len(pools) > 1 and mean(pools[-2]) > mean(pools[-1]):
+    pools: list[list[tuple[float, float]]] = []
+    for pair in zip(values, weights, strict=True):
+        pools.append([pair])
+        while len(pools) > 1 and _mean(pools[-2]) > _mean(pools[-1]):
             pools[-2:] = [pools[-2] + pools[-1]]
-    return [mean(pool) for pool in pools for _ in pool]
+    return [_mean(pool) for pool in pools for _ in pool]
+
+
+def _mean(pool: Sequence[tuple[float, float]]) -> float:
+    """The mean of (value, weight) pairs."""
+    return math.fsum(value * weight for value, weight in pool) / math.fsum(weight for _, weight in pool)
 
 
 def _interference(model: Model, point: Point) -> Array | None:

@@ -40,6 +40,8 @@ class Point:
     """The speed in each window, or in each health row of a training run."""
     timed: float = 1.0
     """The time of a step in the steps timed one by one, relative to a step in the windows."""
+    steps: float = 1.0
+    """Steps that were timed: its weight beside other points."""
     slowest_samples: float | None = None
     """Samples of the worker with the most, if workers have different numbers of parts."""
 

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import Config, check_options, names_with
+from paceline.core.sampler import Sampler
 from paceline.dist.place import Place
 from paceline.dist.restarts import newest_checkpoint
 from paceline.errors import RecordError, UsageError
 from paceline.files import read_json
 from paceline.options import Role
 from paceline.output import plural, say
+from paceline.phases import Phase
 from paceline.records import find_unfinished, read_result
 from paceline.status import Status
 from paceline.toml import read_recipe, read_toml
 from paceline.training import tasks
-from paceline.training.checkpoint.keeper import FOLDER
+from paceline.training.checkpoint.keeper import FOLDER, check_given
 from paceline.training.observers import Result
 from paceline.training.task import Task
 from paceline.training.weight_files import Initial
@@ -184,6 +186,8 @@ def _read_finished(record: Path, place: Place, options: Mapping[str, Any]) -> Re
             )
         _say_note(f"{record} is done, but its model.safetensors is missing: continuing from its last checkpoint", place)
         return None
+    with suppress(RecordError):
+        check_given(_read_config(record), check_options(options))
     say(f"{record} is already done: model {found.model_sha256[:16]}; {_how_to_extend(record, found)}")
     return found
 
@@ -194,7 +198,7 @@ def _is_extended(record: Path, found: Result, options: Mapping[str, Any]) -> boo
     A run that ended at its target needs another target; otherwise it would end again at once.
     """
     old, new = _lengths(record, {}), _lengths(record, options)
-    total = _count_steps(record, found, new)
+    total = _count_steps(record, found, old, new)
     longer = [name for name in ("epochs", "max_steps") if getattr(new, name) != getattr(old, name)]
     asked = " ".join(f"{flag(name)} {getattr(new, name)}" for name in longer)
     if asked and total < found.steps:
@@ -234,22 +238,42 @@ def _lengths(record: Path, options: Mapping[str, Any]) -> Config:
     """The options that decide when a run ends, from the record's config.toml unless they are given."""
     names = names_with(Role.LENGTH, Role.STOP)
     contract = _read_about(record).get("contract")
-    recorded: dict[str, Any] = {"epochs": contract["epochs"]} if isinstance(contract, dict) and "epochs" in contract else {}
-    with suppress(UsageError):
-        recorded = read_toml(record / "config.toml", "config.toml")
+    recorded = _read_config(record)
+    if not recorded and isinstance(contract, dict) and "epochs" in contract:
+        recorded = {"epochs": contract["epochs"]}
     return Config(**check_options({name: value for name, value in {**recorded, **options}.items() if name in names}))
 
 
-def _count_steps(record: Path, found: Result, new: Config) -> int:
+def _read_config(record: Path) -> dict[str, Any]:
+    """The options of a record; empty if its config.toml cannot be read."""
+    with suppress(UsageError):
+        return read_toml(record / "config.toml", "config.toml")
+    return {}
+
+
+def _count_steps(record: Path, found: Result, old: Config, new: Config) -> int:
     """The steps of a finished run with these options: from the contract or, if that is missing, from what the run did."""
     about = _read_about(record).get("contract")
     contract = about if isinstance(about, dict) else {}
     said = contract.get("steps_per_epoch")
     steps_per_epoch = said if isinstance(said, int) and said > 0 else max(1, -(-found.steps // max(1, found.epochs)))
     total = new.epochs * steps_per_epoch
-    if contract.get("phases"):  # its epochs differ; each further one is like the last
-        total = found.steps + (new.epochs - found.epochs) * steps_per_epoch
+    if contract.get("phases"):
+        with suppress(KeyError, TypeError, ValueError, UsageError):
+            total = _count_steps_of_phases(contract, found, old, new)
     return min(total, new.max_steps or total)
+
+
+def _count_steps_of_phases(contract: Mapping[str, Any], found: Result, old: Config, new: Config) -> int:
+    """The same for a run with a batch schedule, whose epochs differ in steps."""
+    phases = tuple(Phase(each["start"], each["global_batch"], each["virtual_workers"]) for each in contract["phases"])
+    largest = contract["global_batch"]
+    sampler = Sampler(contract["train_samples"], largest, contract["virtual_workers"], 0, phases=phases)
+    if max(phase.global_batch for phase in phases) == largest:
+        return sampler.first_step(new.epochs)
+    # --batch-schedule auto: the contract has only its first phases. One step more than it trained means: there is more to do.
+    ended_early = bool(old.max_steps) and found.steps >= old.max_steps
+    return found.steps + (new.epochs > old.epochs or ended_early)
 
 
 def _again(record: Path) -> str:

@@ -10,13 +10,14 @@ exact mode it is the same on any number of workers. Checkpoints hold the phases 
 run with the phases that were found as its `--batch-schedule`, and `--measure-noise`, trains the same model.
 """
 
+import math
+from dataclasses import replace
+
 from paceline.core.noise import noise_scale
 from paceline.core.parts import Step
-from paceline.phases import make_phases, noise_ratio, write_batch_schedule
+from paceline.phases import PLACES, noise_ratio, phases_of_auto, start_of, write_batch_schedule
 from paceline.training.build import Run
 
-_PLACES = 8
-"""Decisions per epoch, at most one after each step."""
 _LEAST = 8
 """Steps of a phase before it can end: the estimate is a mean over about 20 steps."""
 
@@ -27,6 +28,9 @@ class Growth:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._ratio = noise_ratio(run.config.optimizer, run.config.batch_noise_ratio)
+        sampler, config = run.sampler, run.config
+        phases = phases_of_auto(config.batch_schedule, sampler.global_batch, sampler.parts, config.smallest_part)
+        self._phases = {phase.global_batch: phase for phase in phases}
 
     @property
     def why(self) -> str:
@@ -39,20 +43,21 @@ class Growth:
         if phase != sampler.phases[-1] or phase.global_batch == sampler.global_batch or not self._is_place(step):
             return
         scale = run.world.broadcast(self._scale())  # the same, or nearly, on all workers
-        if not scale > self._ratio * phase.global_batch:
+        if not math.isfinite(scale) or scale <= self._ratio * phase.global_batch:  # infinite: the estimate is not good yet
             return
-        start = sampler.samples_before(step.number + 1) / sampler.samples
-        pairs = [(start, 2 * phase.global_batch), (start + 1, sampler.global_batch)]
-        grown = make_phases(pairs, sampler.parts, run.config.smallest_part)[0]
-        run.set_phases((*sampler.phases, grown))
+        start = start_of(sampler.samples_before(step.number + 1), sampler.samples)
+        run.set_phases((*sampler.phases, replace(self._phases[2 * phase.global_batch], start=start)))
 
     def describe(self) -> str:
         """The phases so far, as a schedule that a run can be given."""
         sampler = self._run.sampler
+        *earlier, last = sampler.phases
+        if not earlier:
+            return (
+                f"the batch stayed at {last.global_batch:,}: it doubles when the noise scale is {self._ratio:g} times as large"
+            )
         text = write_batch_schedule([(phase.start, phase.global_batch) for phase in sampler.phases])
-        short = (
-            "" if sampler.phases[-1].global_batch == sampler.global_batch else f": it did not reach {sampler.global_batch:,}"
-        )
+        short = f", and did not reach {sampler.global_batch:,}" if last.global_batch < sampler.global_batch else ""
         return f'the batch grew by --batch-schedule "{text}"{short}'
 
     def _scale(self) -> float:
@@ -65,7 +70,7 @@ class Growth:
         sampler = self._run.sampler
         epoch, number = sampler.place(step.number)
         cut = sampler.cut(epoch)
-        before, after = (int(bound) * _PLACES // sampler.samples for bound in cut.bounds[number : number + 2])
+        before, after = (int(bound) * PLACES // sampler.samples for bound in cut.bounds[number : number + 2])
         if step.samples != step.phase.global_batch or after == before:
             return False
         return sampler.count_by_phase(step.number + 1)[-1] >= _LEAST

@@ -20,7 +20,7 @@ from paceline.dist.world import count_gpus
 from paceline.errors import UsageError
 from paceline.joins import AUTO, Spot, check_fits, count_workers, is_auto, most_workers
 from paceline.output import plural
-from paceline.phases import first_of_auto, parse_batch_schedule
+from paceline.phases import parse_batch_schedule, phases_of_auto
 from paceline.training.build import Run
 from paceline.training.checkpoint.file import read_facts
 
@@ -144,4 +144,4 @@ def _first_batches(options: Mapping[str, Any], parts: int) -> tuple[int, int]:
     if not text:
         return 0, 0
     largest = given.get("global_batch") or given.get("reference_batch", Config.reference_batch) * parts
-    return first_of_auto(text, largest), largest
+    return phases_of_auto(text, largest, parts, given.get("smallest_part", Config.smallest_part))[0].global_batch, largest

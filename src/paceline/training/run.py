@@ -254,9 +254,8 @@ def _close_record(outcome: Outcome) -> None:
     if outcome.record is not None and not refused:
         stopped = outcome.exit_code in (INTERRUPTED, STOPPED)
         step = newest_checkpoint(outcome.record)  # workers may have just started, after others or in a resumed run
-        late = Explanation(
-            f"stopped before {f'a checkpoint after step {step:,}' if step >= 0 else 'a checkpoint'} could be written"
-        )
+        continues = f"its last checkpoint, after step {step:,}, is complete: the same command with --resume continues"
+        late = Explanation(f"stopped; {continues}" if step >= 0 else "stopped before a checkpoint could be written")
         about = outcome.failure.explain() if outcome.failure is not None else late
         status = Status.INTERRUPTED if stopped else Status.FAILED
         close_cut_short(outcome.record, status, about.why, about.where, about.traceback)

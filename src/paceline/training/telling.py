@@ -88,6 +88,7 @@ class Teller:
     def phase(self, step: Step, why: str) -> None:
         """A phase of the batch schedule begins with this step."""
         run, phase = self._run, step.phase
+        self._corners = run.update.schedule.corners()  # with --batch-schedule auto the phase is a new one
         row = {
             "step": step.number,
             "epoch": run.sampler.samples_before(step.number) / run.sampler.samples,

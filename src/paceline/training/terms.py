@@ -13,7 +13,7 @@ from paceline.dist.world import World, describe_devices
 from paceline.errors import UsageError
 from paceline.joins import Spot, check_fits, count_workers, describe_schedule, is_auto, most_workers
 from paceline.output import plural
-from paceline.phases import Phase, check_largest, check_starts, first_of_auto, make_phases, parse_batch_schedule
+from paceline.phases import Phase, check_largest, check_starts, lr_power, make_phases, parse_batch_schedule, phases_of_auto
 from paceline.settings import write_setting
 
 
@@ -43,20 +43,7 @@ def _make_phases(config: Config, pairs: Sequence[tuple[float, int]], global_batc
     check_starts(pairs, config.epochs)
     if pairs:
         return make_phases(pairs, parts, config.smallest_part)
-    first = first_of_auto(config.batch_schedule, global_batch)
-    phase = make_phases([(0.0, first), (1.0, global_batch)], parts, config.smallest_part)[0]
-    if phase.parts < 2:
-        raise UsageError(
-            f"--batch-schedule {config.batch_schedule} compares the gradients of parts, but its first batch of {first} has one"
-            " part: "
-            + (
-                "use --virtual-workers 2 or more"
-                if parts < 2
-                else f"use --batch-schedule auto:{2 * config.smallest_part} or more, a larger --global-batch, or a smaller"
-                " --smallest-part"
-            )
-        )
-    return (phase,)
+    return phases_of_auto(config.batch_schedule, global_batch, parts, config.smallest_part)[:1]
 
 
 def describe_phases(config: Config, world: World, sampler: Sampler, schedule: Schedule) -> tuple[dict[str, Any], ...]:
@@ -71,6 +58,7 @@ def describe_phases(config: Config, world: World, sampler: Sampler, schedule: Sc
         batches = {"global_batch": phase.global_batch, "parts": phase.parts, "largest_batch": sampler.global_batch}
         return count_workers(config.workers_schedule, Spot(done=done, samples=sampler.samples, **batches))
 
+    power = lr_power(config.optimizer, config.batch_lr_power)
     return tuple(
         {
             "start": phase.start,
@@ -78,7 +66,7 @@ def describe_phases(config: Config, world: World, sampler: Sampler, schedule: Sc
             "virtual_workers": phase.parts,
             "part_batch": phase.part_batch,
             "steps": steps,
-            "peak_lr": schedule.peak_lr * (phase.global_batch / sampler.global_batch) ** config.batch_lr_power,
+            "peak_lr": schedule.peak_lr * (phase.global_batch / sampler.global_batch) ** power,
             "samples_per_worker": -(-phase.parts // workers(phase)) * phase.part_batch,
         }
         for phase, steps in zip(sampler.phases, sampler.count_by_phase(schedule.total_steps), strict=True)
@@ -117,12 +105,9 @@ def check_comparable(config: Config, parts: int) -> None:
 
 def make_contract(config: Config, world: World, sampler: Sampler, schedule: Schedule, about: dict[str, Any]) -> Contract:
     """The contract. `about` holds the fields that the task, the data and the record supply: its own optimizer, too."""
-    warmup = f"over {plural(schedule.warmup_steps, 'step')} from {schedule.warmup_from:.3g} of the peak, by {schedule.by}"
-    if schedule.shape == "one-cycle":
-        rise = plural(round(schedule.peak_at * schedule.total_steps), "step")
-        warmup = f"over {rise} from {schedule.warmup_from:.3g} of the peak"
-    elif not schedule.warmup_steps:
-        warmup = "none"
+    rising = schedule.count_rising()
+    by = "" if schedule.shape == "one-cycle" else f", by {schedule.by}"
+    warmup = f"over {plural(rising, 'step')} from {schedule.warmup_from:.3g} of the peak{by}" if rising or not by else "none"
     fields = {
         "workers": world.size,
         "virtual_workers": sampler.parts,

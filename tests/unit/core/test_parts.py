@@ -302,3 +302,8 @@ def test_an_epoch_ends_with_the_mean_statistics_and_modes_stay() -> None:
     torch.testing.assert_close(model[0].running_mean.double(), rows.mean(0)[:4])
     team.evaluate(48, lambda samples: {"loss": losses(model, samples)})
     assert [module.training for module in model] == [True, False, True]
+
+
+def test_an_automatic_schedule_is_refused_in_a_loop_of_ones_own():
+    with pytest.raises(UsageError, match="batch_schedule='auto' is for paceline train"):
+        paceline.Parts(nn.Linear(1, 1), samples=256, global_batch=64, virtual_workers=2, batch_schedule="auto")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from paceline.core.keys import key
 from paceline.core.sampler import Sampler, check_divides
 from paceline.errors import UsageError
+from paceline.phases import Phase
 
 
 @st.composite
@@ -149,3 +150,25 @@ def test_each_part_needs_a_sample():
     assert Sampler(4, 8, 4, 0).part_bounds(0, 0).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(UsageError, match="3 training samples cannot feed 4 virtual workers"):
         Sampler(3, 8, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "bounds"),
+    [
+        (8, [0, 4, 8, 12, 16, 20]),  # from sample 14 on: 4 samples are left at the next step, half of a batch
+        (9, [0, 4, 8, 12, 16, 20]),  # less than half: it begins with the next epoch
+        (4, [0, 4, 8, 12, 16, 20]),
+    ],
+)
+def test_a_phase_with_less_than_half_a_batch_left_begins_with_the_next_epoch(batch, bounds):
+    sampler = Sampler(20, max(4, batch), 1, 0, phases=(Phase(0.0, 4, 1), Phase(0.7, batch, 1)))
+    assert sampler.cut(0).bounds.tolist() == bounds
+    assert sampler.cut(0).phases.tolist() == [0, 0, 0, 0, 0 if batch == 9 else 1]
+    assert set(sampler.cut(1).phases.tolist()) == {1}
+
+
+def test_an_epoch_with_two_phases_worked_out_by_hand():
+    """103 samples, 16 from sample 41.2 on: the steps of 8 end at 48, and the last two steps of 16 share the tail."""
+    sampler = Sampler(103, 16, 4, 0, phases=(Phase(0.0, 8, 2), Phase(0.4, 16, 4)))
+    assert sampler.cut(0).bounds.tolist() == [0, 8, 16, 24, 32, 40, 48, 64, 80, 92, 103]
+    assert sampler.cut(0).phases.tolist() == [0] * 6 + [1] * 4

@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.config import Config
 from paceline.core.sampler import Sampler
 from paceline.core.schedules import Schedule, make_schedule, scale_lr
+from paceline.phases import Phase
 
 SHAPES = ("constant", "linear", "cosine", "one-cycle")
 
@@ -215,3 +217,55 @@ def test_a_constant_rate_and_the_ends_are_not_corners() -> None:
     assert not Schedule(peak_lr=1.0, total_steps=9, steps_per_epoch=10, shape="one-cycle", peak_at=0.0).corners()
     by_epoch = Schedule(peak_lr=1.0, total_steps=56, steps_per_epoch=7, by="epoch", warmup_steps=35)
     assert not by_epoch.corners()  # every epoch's rate is in the row of its last step
+
+
+# --- a batch that changes ---
+
+
+def growing(*phases: tuple[float, int], samples: int = 32, **options: Any) -> Schedule:
+    """Of a run whose batch changes; power 0.5 unless given."""
+    largest = max(batch for _, batch in phases)
+    sampler = Sampler(samples, largest, 2, 0, phases=tuple(Phase(start, batch, 2) for start, batch in phases))
+    config = {"epochs": 2, "reference_batch": largest, "base_lr": 1.0, "schedule": "linear", "batch_lr_power": 0.5, **options}
+    return make_schedule(Config(**config), sampler)
+
+
+def test_the_shape_follows_samples_and_each_phase_has_its_factor():
+    """4 steps of 8, then 2 of 16: 64 samples in all."""
+    schedule, early = growing((0, 8), (1, 16)), 0.5**0.5
+    assert lrs(schedule) == pytest.approx([early, early * 7 / 8, early * 6 / 8, early * 5 / 8, 4 / 8, 2 / 8])
+    assert [schedule.batch_share(step) for step in range(6)] == [0.5, 0.5, 0.5, 0.5, 1, 1]
+
+
+@pytest.mark.parametrize(("optimizer", "power"), [("sgd", 0.5), ("adamw", 0.5), ("muon", 0.25)])
+def test_the_power_suits_the_optimizer(optimizer, power):
+    schedule = growing((0, 8), (1, 16), batch_lr_power=None, optimizer=optimizer, schedule="constant")
+    assert schedule.lr(0) == pytest.approx(0.5**power)
+
+
+def test_a_warm_up_in_epochs_follows_samples_and_one_in_steps_counts_steps():
+    """Two steps of 4, then steps of 8; half an epoch is 16 samples."""
+    phases = ((0, 4), (0.25, 8))
+    fixed = {"schedule": "constant", "warmup_from": 0.2, "batch_lr_power": 0.0}
+    by_epochs = lrs(growing(*phases, warmup_epochs=0.5, **fixed))
+    assert by_epochs[:5] == pytest.approx([0.2, 0.2 + 0.8 * 4 / 16, 0.2 + 0.8 * 8 / 16, 1, 1])
+    by_steps = lrs(growing(*phases, warmup_steps=4, **fixed))
+    assert by_steps[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1])
+
+
+def test_the_contract_can_say_how_many_steps_the_rate_rises():
+    phases = ((0, 4), (0.25, 8))  # steps begin at samples 0, 4, 8, 16, 24, 32, ...
+    assert growing(*phases, warmup_epochs=0.5).count_rising() == 3
+    assert growing(*phases, warmup_steps=4).count_rising() == 4
+    assert growing(*phases, schedule="one-cycle", peak_at=0.5).count_rising() == 5
+
+
+def test_rows_are_kept_on_both_sides_of_a_change_of_the_batch():
+    assert {3, 4} <= growing((0, 8), (1, 16)).corners()
+
+
+def test_an_automatic_schedule_has_its_shape_over_all_epochs():
+    """How many steps those have is not known before."""
+    sampler = Sampler(32, 16, 2, 0, phases=(Phase(0, 8, 2),))
+    config = Config(batch_schedule="auto:8", epochs=2, max_steps=2, base_lr=1.0, reference_batch=16, schedule="linear")
+    assert [make_schedule(config, sampler).lr(step) for step in range(2)] == pytest.approx([0.5**0.5, 0.5**0.5 * 7 / 8])

@@ -127,9 +127,10 @@ def test_a_constant_record_can_be_asked_about_a_schedule(make_training: Make, fr
 
 
 def test_compute_never_falls_with_more_samples() -> None:
-    assert rising([1.0, 2.0, 3.0]) == [1, 2, 3]
-    assert rising([4.0, 2.0, 6.0]) == [3, 3, 6]
-    assert rising([3.0, 2.0, 1.0]) == [2, 2, 2]
+    assert rising([1.0, 2.0, 3.0], [1, 1, 1]) == [1, 2, 3]
+    assert rising([4.0, 2.0, 6.0], [1, 1, 1]) == [3, 3, 6]
+    assert rising([3.0, 2.0, 1.0], [1, 1, 1]) == [2, 2, 2]
+    assert rising([4.0, 2.0, 6.0], [1, 3, 1]) == [2.5, 2.5, 6]
 
 
 def test_the_bars_are_those_of_draws(make_phased: Make, free: str) -> None:

@@ -40,10 +40,10 @@ def test_results_match_the_study_file(path):
     found, study = read_results(path), read_study(file)
     recorded = found["study"]["arms"]
     arms = {arm.name: arm.options for arm in study.arms}
-    assert recorded.keys() == arms.keys()
-    assert {run["arm"] for run in found["runs"]} <= arms.keys()
+    assert recorded.keys() <= arms.keys()  # some may not have been run yet
+    assert {run["arm"] for run in found["runs"]} <= recorded.keys()
     assert found["study"]["reference"] == study.reference
-    assert sorted(arms_in(markdown(found))) == sorted(name.replace("|", "\\|") for name in arms)
+    assert sorted(arms_in(markdown(found))) == sorted(name.replace("|", "\\|") for name in recorded)
     if same_options:
-        for name, options in arms.items():
-            assert make_config(recorded[name]["options"]) == make_config(options), name
+        for name, about in recorded.items():
+            assert make_config(about["options"]) == make_config(arms[name]), name

@@ -285,8 +285,8 @@ def test_mini_divides_the_batches_by_32_and_keeps_v_and_k(options, batches):
         ({"batch_schedule": "0:1024 9:60000", "virtual_workers": 30, "smallest_part": 2000}, ("0:31 0.9:1860", 1860, 62)),
         ({"batch_schedule": "0:1000 1:8192", "virtual_workers": 8, "smallest_part": 64}, ("0:28 0.1:256", 256, 4)),
         ({"batch_schedule": "auto:512", "global_batch": 8192, "virtual_workers": 4}, ("auto", 256, 4)),
-        ({"batch_schedule": "auto", "global_batch": 512, "virtual_workers": 4}, ("auto:8", 16, 4)),
-        ({"batch_schedule": "0:512 12:1024", "virtual_workers": 2}, ("0:16 0.923076923077:32", 32, 4)),
+        ({"batch_schedule": "auto", "global_batch": 512, "virtual_workers": 4}, ("auto", 16, 4)),
+        ({"batch_schedule": "0:512 12:1024", "virtual_workers": 2}, ("0:16 0.923076923:32", 32, 4)),
         ({"batch_schedule": {"0": 512, "1": 1024}, "accumulate": 4, "virtual_workers": 2}, ("0:16 0.1:32", 32, 4)),
     ],
 )

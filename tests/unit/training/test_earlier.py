@@ -81,6 +81,28 @@ def test_steps_end_and_go_on_within_an_epoch(runs: Path) -> None:
     assert [row["step"] for row in read_metrics(runs / "x") if row["kind"] == "epoch"] == [4, 8, 12, 15]
 
 
+PHASES = {"virtual_workers": 2, "smallest_part": 1, "global_batch": 16, "batch_schedule": "0:4 0.2:8 0.6:16"}
+
+
+@pytest.mark.parametrize("schedule", [PHASES["batch_schedule"], "auto:4"])
+@pytest.mark.parametrize(("first", "then"), [({"max_steps": 3}, {"max_steps": 6}), ({"epochs": 1}, {"epochs": 3})])
+def test_a_run_whose_batch_changes_is_extended(runs: Path, schedule: str, first: Any, then: Any) -> None:
+    options = {**PHASES, "batch_schedule": schedule, "epochs": 2, "batch_noise_ratio": 1e-9, "log_every": 1}
+    train("task.py", **{**options, **first}, name="whole")
+    longer = train("task.py", **then, resume="whole")
+    assert longer.model_sha256 == train("task.py", **{**options, **then}, name="straight").model_sha256
+    assert timeless(runs / "whole")[-1] == timeless(runs / "straight")[-1]
+
+
+def test_a_finished_run_is_not_resumed_with_other_options(runs: Path) -> None:
+    train("task.py", **PHASES, epochs=2, name="x")
+    assert train("task.py", **PHASES, epochs=2, resume="x").steps
+    with pytest.raises(UsageError, match='--batch-schedule was "0:4 0.2:8 0.6:16", is "0:8 1:16"'):
+        train("task.py", **{**PHASES, "batch_schedule": "0:8 1:16"}, resume="x")
+    with pytest.raises(UsageError, match=r"--base-lr was 0.05, is 0.1"):
+        train("task.py", base_lr=0.1, resume="x")
+
+
 def test_a_schedule_that_depends_on_the_length_is_that_of_the_new_length(runs: Path, capsys: Any) -> None:
     whole = train("task.py", name="whole", schedule="linear", epochs=3, log_every=1)
     train("task.py", name="x", schedule="linear", epochs=2, log_every=1)

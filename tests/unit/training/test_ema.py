@@ -58,6 +58,21 @@ def test_weights_that_several_steps_made_count_for_as_many() -> None:
     torch.testing.assert_close(one.tensors(), three.tensors())
 
 
+def test_a_step_of_a_smaller_batch_counts_for_less() -> None:
+    """A quarter of the largest batch: the fourth root of the decay, if it is below the limit of the first steps."""
+    with built(blobs(samples=96), batch_schedule="0:6 1:24", global_batch=None, ema=0.5, epochs=2, smallest_part=1) as run:
+        assert run.update.ema is not None
+        weights = []
+        for step in (0, 15, 16):
+            run.update.begin(step)
+            weights.append(float(run.update.ema._weight))
+        assert weights == pytest.approx([1 - 1 / 10, 1 - 16 / 25, 1 - 0.5])
+        run.update.ema.begin(100, 0.25)
+        assert float(run.update.ema._weight) == pytest.approx(1 - 0.5**0.25)
+        run.update.begin(14)
+        assert float(run.update.ema._weight) == pytest.approx(1 - min(0.5**0.25, 15 / 24))
+
+
 def test_averages_are_swapped_in_place_and_back_bit_for_bit() -> None:
     """Of bf16 weights too, whose average has float32's digits; what is not trained stays."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.bfloat16), nn.Linear(3, 3))

@@ -145,6 +145,14 @@ def test_the_rule_and_the_warm_up_multiply_what_the_scheduler_gives():
     assert found == pytest.approx([0.05, 0.075, 0.1, 0.1, 0.1, *[0.07] * 5])
 
 
+def test_a_phase_multiplies_what_the_scheduler_gives():
+    """Half of the largest batch: the square root of a half, and an epoch of twice as many steps."""
+    task = own(optimizer=lambda model, config: SGD(model.parameters(), lr=0.1), schedule=SCHEDULES["StepLR"])
+    options = {"epochs": 2, "global_batch": 24, "reference_batch": 24, "batch_schedule": "0:12 1:24", "smallest_part": 1}
+    found = rates(train_in(ALONE, task, {**options, "batch_lr_power": 0.5}))
+    assert found == pytest.approx([0.1 * 0.5**0.5] * 9 + [0.07] * 5)
+
+
 def test_each_group_has_its_own_rate_at_the_reference_batch():
     def layers(model: nn.Module, config: Config) -> Optimizer:
         first, last = model[0], model[3]

@@ -197,3 +197,19 @@ def test_a_drop_after_the_end_is_said():
 def test_one_step_is_not_steps():
     found = contract(Config(schedule="cosine", warmup_steps=1), world())
     assert found.warmup.startswith("over 1 step from")
+
+
+def test_phases_say_what_the_busiest_worker_computes():
+    """Three parts on two workers: one of them has two. With fewer parts, the second worker may have none."""
+    config = Config(batch_schedule="0:24 1:96", virtual_workers=3, smallest_part=16, epochs=2)
+    first, second = contract(config, world(2), samples=960).phases
+    assert (first["virtual_workers"], first["samples_per_worker"], first["steps"]) == (1, 24, 40)
+    assert (second["virtual_workers"], second["samples_per_worker"], second["steps"]) == (3, 64, 10)
+
+
+def test_the_contract_counts_the_warm_up_of_a_growing_batch_in_its_steps():
+    """Two epochs of 60 and 15 steps; a fifth of the samples of both is 24 steps of the first."""
+    config = Config(batch_schedule="0:16 1:64", epochs=2, schedule="one-cycle", peak_at=0.2)
+    assert contract(config, world(), samples=960).warmup == "over 24 steps from 0.1 of the peak"
+    config = Config(batch_schedule="0:16 1:64", epochs=2, schedule="cosine", warmup_epochs=0.5)
+    assert contract(config, world(), samples=960).warmup.startswith("over 30 steps from ")

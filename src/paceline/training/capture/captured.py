@@ -25,7 +25,7 @@ from paceline.core.trees import tensors_in
 from paceline.dist.agree import any_reason
 from paceline.errors import PacelineError, first_line
 from paceline.output import stages
-from paceline.phases import Phase, is_auto, make_phases
+from paceline.phases import Phase, is_auto, phases_of_auto
 from paceline.training.build import Run
 from paceline.training.capture.graph import Body, Graph, Pool, compiler, find_obstacle
 from paceline.training.capture.kept import Kept, Outcome, State, tensors_of
@@ -139,10 +139,10 @@ class _Trials:
         run, sampler = self.run, self.run.sampler
         before, end = map(sampler.count_by_phase, (self.at, run.plain_until))
         later = [phase for phase, done, count in zip(sampler.phases, before, end, strict=True) if count > done]
-        batch = sampler.phases[-1].global_batch
-        while is_auto(run.config.batch_schedule) and batch < sampler.global_batch:
-            batch *= 2
-            later.append(make_phases([(0.0, batch), (1.0, sampler.global_batch)], sampler.parts, run.config.smallest_part)[0])
+        text, now = run.config.batch_schedule, sampler.phases[-1].global_batch
+        if is_auto(text):
+            possible = phases_of_auto(text, sampler.global_batch, sampler.parts, run.config.smallest_part)
+            later += [phase for phase in possible if phase.global_batch > now]
         found = dict.fromkeys(replace(phase, start=0.0) for phase in (sampler.phase_of(self.at), *later))
         return [phase for phase in found if phase.global_batch <= sampler.samples and not run.parts.has_idle(phase)]
 

@@ -29,15 +29,15 @@ class CapturedStep:
         graphs: Mapping[Kind, tuple["Case", Graph]],
         compiled: bool,
         say: Callable[[str], None] = lambda text: None,
-        unborn: State | None = None,
+        new_state: State | None = None,
     ) -> None:
-        """`unborn`: the optimizer's state that the graphs refer to, if the first step has to initialize it."""
+        """`new_state`: the optimizer's state that the graphs refer to, if the first step has to initialize it."""
         self._plain, self._graphs, self.compiled = plain, graphs, compiled
-        self._say, self._unborn, self._said = say, unborn, False
+        self._say, self._new_state, self._said = say, new_state, False
 
     def __call__(self, step: Step, inputs: Iterator[Inputs], requests: Requests = (False, False)) -> Tensor:
         plain = self._plain
-        if self._unborn is not None:
+        if self._new_state is not None:
             return self._first(step, inputs, requests)
         case, graph = self._graphs.get(kind_of(step), (None, None))
         if case is None or graph is None or plain.clock.follows_buckets:  # a graph has no buckets to follow
@@ -55,12 +55,12 @@ class CapturedStep:
 
     def _first(self, step: Step, inputs: Iterator[Inputs], requests: Requests) -> Tensor:
         """The first step, plain: the optimizer initializes its state. The graphs then continue with it, in their own memory."""
-        out, held = self._plain(step, inputs, requests), self._unborn or {}
+        out, held = self._plain(step, inputs, requests), self._new_state or {}
         for parameter, state in self._plain.update.optimizer.state.items():
             for name, tensor in held.get(parameter, {}).items():
                 if name in state:
                     state[name] = tensor.copy_(state[name])
-        self._unborn = None
+        self._new_state = None
         return out
 
     def _is_outdated(self) -> bool:

@@ -248,6 +248,12 @@ def check_unchanged(old: Mapping[str, Any], config: Config) -> None:
     _refuse(_changed(old, {name: value for name, value in _options(config).items() if name in old}))
 
 
+def check_given(old: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise a UsageError if one of these options differs from those of a finished record, and its weights depend on it."""
+    fixed = names_with(Role.MODEL) - names_with(Role.STOP)
+    _refuse(_changed(old, {name: value for name, value in given.items() if name in fixed and old.get(name) is not None}))
+
+
 def describe_extension(old: Mapping[str, Any], run: Run, at: int) -> str:
     """What changes if a run that continues at this step was planned to be shorter; empty if it was not.
 
@@ -273,7 +279,10 @@ def describe_extension(old: Mapping[str, Any], run: Run, at: int) -> str:
         return f"{said}; the learning rate does not depend on the length of the run"
     if schedule.shape == "own":
         return f"{said}; from here on the task's own schedule is that of the new length"
-    old_lr = dataclasses.replace(schedule, total_steps=before).lr(at)
+    earlier = dataclasses.replace(
+        schedule, total_steps=before, samples=schedule.samples and old["epochs"] * run.sampler.samples
+    )
+    old_lr = earlier.lr(at)
     return (
         f"{said}; from here on the {schedule.shape} schedule is that of the new length: lr {schedule.lr(at):.4g} in the next"
         f" step (was {old_lr:.4g})"
@@ -303,7 +312,7 @@ def describe_branch(old: Mapping[str, Any], new: Mapping[str, Any], run: Run, at
     names = names_with(Role.MODEL) - names_with(Role.STATE) - {"branch_from", "init_from"}
     before = {**{name: getattr(Config, name) for name in names}, **old["options"]}
     changed = [
-        f"{flag(name)} was {before[name]}, is {getattr(run.config, name)}"
+        f"{flag(name)} was {_said(before[name])}, is {_said(getattr(run.config, name))}"
         for name in vars(run.config)
         if name in names and before[name] != getattr(run.config, name)
     ]
@@ -321,7 +330,16 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     # Options that older records do not name had these values.
     old = {**{field.name: field.default for field in dataclasses.fields(Config)}, "fast": "off", **old}
     compared = {name: value for name, value in new.items() if name not in names_with(Role.LENGTH)}  # `describe_extension`
-    return [f"{flag(name)} was {old.get(name)}, is {value}" for name, value in compared.items() if old.get(name) != value]
+    return [
+        f"{flag(name)} was {_said(old.get(name))}, is {_said(value)}"
+        for name, value in compared.items()
+        if old.get(name) != value
+    ]
+
+
+def _said(value: Any) -> str:
+    """An option's value, as it could be given."""
+    return "not given" if value in (None, "") else f'"{value}"' if isinstance(value, str) and " " in value else f"{value}"
 
 
 def _check_identity(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
