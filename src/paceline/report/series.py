@@ -105,6 +105,8 @@ def read_metrics_columns(path: AnyPath, end: int | None = None) -> Metrics:
             for name, columns in tables.items():
                 columns.drop_repeated(name, row["step"], row.get("validated") is True)
             found.phases = [phase for phase in found.phases if not is_repeated("phase", phase["step"], row["step"])]
+        elif kind == "join" and found.notes and found.resumed and found.notes[-1] == _resume_note(found.resumed):
+            found.notes[-1] = _join_note(row) or found.notes[-1]  # it says more
     return found
 
 
@@ -204,6 +206,18 @@ def _resume_note(row: Mapping[str, Any]) -> str:
     workers = number(contract.get("workers")) if isinstance(contract, dict) else None
     where = "" if workers is None else f" on {plural(workers, 'worker')}"
     return f"resumed from step {row['step']:,}{where}"
+
+
+def _join_note(row: Mapping[str, Any]) -> str:
+    """What a takeover by other workers cost; "" if the row is incomplete."""
+    step, workers, was, took = (number(row.get(name)) for name in ("step", "workers", "was", "join_s"))
+    components = row.get("components_s")
+    if None in (step, workers, was, took) or not isinstance(components, dict):
+        return ""
+    listed = ", ".join(
+        f"{text(name, 20)} {value:.2f} s" for name, each in list(components.items())[:8] if (value := number(each))
+    )
+    return f"{plural(int(workers or 0), 'worker')} took over from {was:g} after step {step:,.0f}, in {took:.1f} s ({listed})"
 
 
 def _extremes(column: "array[float]", low: int, high: int) -> list[int]:

@@ -50,6 +50,15 @@ def test_rows_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> None:
     assert found.notes == ["resumed from step 2 on 3 workers"]
 
 
+def test_a_join_says_what_it_cost_instead_of_a_plain_resume(tmp_path: Path) -> None:
+    again = {"kind": "resume", "step": 2, "contract": {"workers": 3}}
+    join = {"kind": "join", "step": 2, "workers": 3, "was": 1, "join_s": 1.5, "components_s": {"stop": 0.25, "start": 1.25}}
+    said = "3 workers took over from 1 after step 2, in 1.5 s (stop 0.25 s, start 1.25 s)"
+    assert read_metrics_columns(write(tmp_path / "m", step(1), step(2), again, join)).notes == [said]
+    for broken in ({**join, "was": "x"}, {**join, "components_s": 3}, {"kind": "join"}):
+        assert read_metrics_columns(write(tmp_path / "n", step(2), again, broken)).notes == ["resumed from step 2 on 3 workers"]
+
+
 @given(
     rows=st.lists(st.tuples(st.sampled_from(["step", "epoch", "health", "phase", "resume"]), st.integers(0, 4)), max_size=12)
 )

@@ -97,7 +97,7 @@ def test_a_run_whose_batch_changes_is_extended(runs: Path, schedule: str, first:
 def test_a_finished_run_is_not_resumed_with_other_options(runs: Path) -> None:
     train("task.py", **PHASES, epochs=2, name="x")
     assert train("task.py", **PHASES, epochs=2, resume="x").steps
-    with pytest.raises(UsageError, match='--batch-schedule was "0:4 0.2:8 0.6:16", is "0:8 1:16"'):
+    with pytest.raises(UsageError, match=r'--batch-schedule was "0:4 0.2:8 0.6:16", is "0:8 1:16"'):
         train("task.py", **{**PHASES, "batch_schedule": "0:8 1:16"}, resume="x")
     with pytest.raises(UsageError, match=r"--base-lr was 0.05, is 0.1"):
         train("task.py", base_lr=0.1, resume="x")
