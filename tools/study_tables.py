@@ -92,16 +92,12 @@ def _steps(results: dict[str, Any], arm: str) -> int:
     return next((int(run["steps"]) for run in results["runs"] if run["arm"] == arm and run["steps"]), 0)
 
 
-def arm_table(wide: dict[str, Any], small: dict[str, Any] | None = None) -> str:
+def arm_table(wide: dict[str, Any], small: dict[str, Any] | None = None, where: str = "WRN-16-4, H200") -> str:
     """Every arm of a study on WRN-16-4 and, if given, of the same study on the small net. The verdict is the small net's if
     given, because it has more seeds.
     """
     last = small or wide
-    head = (
-        "| | global batch | V | WRN-16-4, H200 |"
-        + (" cnn, CPU |" if small else "")
-        + f" against {last['study']['reference']} |"
-    )
+    head = f"| | global batch | V | {where} |" + (" cnn, CPU |" if small else "") + f" against {last['study']['reference']} |"
     lines = [head, "|---" * (head.count("|") - 1) + "|"]
     for arm in wide["study"]["arms"]:
         runs = [run for results in (wide, last) for run in results["runs"] if run["arm"] == arm and run["contract"]]
@@ -151,6 +147,7 @@ def tables() -> dict[str, str]:
         "effects": effects_table(search),
         "batch": batch_table(results["batch"]),
         "ingredients": arm_table(results["ingredients"]),
+        "power": arm_table(results["power"], where="cnn, CPU"),
         "workers": arm_table(results["workers"], results["workers-cnn"]),
         "course": course_table(results["course"], results["course-cnn"]),
         "step": optimizer_table(read("bench/results/optimizers.json")),

@@ -126,9 +126,8 @@ class Config(RemembersGiven):
     --global-batch / 32 (auto:512: at 512) and double the batch, up to --global-batch, as the measured noise scale grows."""
     smallest_part: int = _batch(32, Role.MODEL, Role.STATE, Role.METHOD, at_least=1)
     """With --batch-schedule: phases whose V parts would have fewer samples than this are cut into fewer parts."""
-    batch_lr_power: float | None = _batch(None, Role.MODEL, Role.METHOD, at_least=0, at_most=1)
-    """With --batch-schedule: the learning rate in a phase is multiplied by (its batch / the largest batch) to this power
-    (default 0.25 for muon, 0.5 for all others)."""
+    batch_lr_power: float = _batch(0.25, Role.MODEL, Role.METHOD, at_least=0, at_most=1)
+    """With --batch-schedule: the learning rate in a phase is multiplied by (its batch / the largest batch) to this power."""
     batch_noise_ratio: float | None = _batch(None, Role.MODEL, Role.METHOD, more_than=0)
     """With --batch-schedule auto: the batch doubles when the noise scale is more than this many times the batch (default 0.25
     for muon, which makes good use of large batches, and 2 for all others)."""

@@ -53,13 +53,8 @@ def noise_ratio(optimizer: str, given: float | None = None) -> float:
     return _NOISE_RATIOS.get(optimizer, _NOISE_RATIO) if given is None else given
 
 
-def lr_power(optimizer: str, given: float | None = None) -> float:
-    """(A phase's batch / the largest batch) to this power multiplies the learning rate: as given, or by the optimizer."""
-    return _LR_POWERS.get(optimizer, _LR_POWER) if given is None else given
-
-
-_NOISE_RATIO, _LR_POWER = 2.0, 0.5
-_NOISE_RATIOS, _LR_POWERS = {"muon": 0.25}, {"muon": 0.25}  # it makes good use of large batches (docs/optimizers.md)
+_NOISE_RATIO = 2.0
+_NOISE_RATIOS = {"muon": 0.25}  # it makes good use of large batches
 
 
 def check_starts(pairs: Sequence[tuple[float, int]], epochs: float) -> None:

@@ -69,7 +69,7 @@ def test_same_bits_on_any_number_of_workers(alone: dict[str, Trained], workers: 
 def test_phases_begin_where_the_schedule_says(alone: dict[str, Trained]) -> None:
     """At the first step that starts at the time or later: sample 41.2 of 103 is within the step from 40 to 48."""
     assert batches(alone["fixed"]) == [(0, 8), (48 / 103, 16), (1 + 64 / 103, 32)]
-    assert [row["lr_scale"] for row in alone["fixed"].watcher.phases] == [0.25**0.5, 0.5**0.5, 1]
+    assert [row["lr_scale"] for row in alone["fixed"].watcher.phases] == [0.25**0.25, 0.5**0.25, 1]
     assert [row["virtual_workers"] for row in alone["fixed"].watcher.phases] == [2, 4, 4]
     assert [row["virtual_workers"] for row in alone["fixed, shrinking"].watcher.phases] == [4, 2, 4]
 

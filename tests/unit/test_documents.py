@@ -72,7 +72,7 @@ def test_gpu_numbers_are_the_committed_result() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["growth", "schedules", "effects", "batch", "ingredients", "workers", "course", "step", "registry"]
+    "name", ["growth", "schedules", "effects", "power", "batch", "ingredients", "workers", "course", "step", "registry"]
 )
 def test_optimizer_tables_show_the_committed_results(name: str) -> None:
     table = load("study_tables", "tools").tables()[name]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.config import Config
-from paceline.phases import is_auto, lr_power
+from paceline.phases import is_auto
 from paceline.values import parse_milestones
 
 if TYPE_CHECKING:  # it imports numpy and torch, which `paceline lr-find --help` does without
@@ -194,7 +194,7 @@ def make_schedule(config: Config, sampler: "Sampler") -> Schedule:
         step_factor=config.step_factor,
         sampler=sampler if sampler.grows else None,
         samples=config.epochs * sampler.samples if is_auto(config.batch_schedule) else 0,
-        batch_power=lr_power(config.optimizer, config.batch_lr_power),
+        batch_power=config.batch_lr_power,
     )
 
 

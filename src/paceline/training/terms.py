@@ -13,7 +13,7 @@ from paceline.dist.world import World, describe_devices
 from paceline.errors import UsageError
 from paceline.joins import Spot, check_fits, count_workers, describe_schedule, is_auto, most_workers
 from paceline.output import plural
-from paceline.phases import Phase, check_largest, check_starts, lr_power, make_phases, parse_batch_schedule, phases_of_auto
+from paceline.phases import Phase, check_largest, check_starts, make_phases, parse_batch_schedule, phases_of_auto
 from paceline.settings import write_setting
 
 
@@ -58,7 +58,6 @@ def describe_phases(config: Config, world: World, sampler: Sampler, schedule: Sc
         batches = {"global_batch": phase.global_batch, "parts": phase.parts, "largest_batch": sampler.global_batch}
         return count_workers(config.workers_schedule, Spot(done=done, samples=sampler.samples, **batches))
 
-    power = lr_power(config.optimizer, config.batch_lr_power)
     return tuple(
         {
             "start": phase.start,
@@ -66,7 +65,7 @@ def describe_phases(config: Config, world: World, sampler: Sampler, schedule: Sc
             "virtual_workers": phase.parts,
             "part_batch": phase.part_batch,
             "steps": steps,
-            "peak_lr": schedule.peak_lr * (phase.global_batch / sampler.global_batch) ** power,
+            "peak_lr": schedule.peak_lr * (phase.global_batch / sampler.global_batch) ** config.batch_lr_power,
             "samples_per_worker": -(-phase.parts // workers(phase)) * phase.part_batch,
         }
         for phase, steps in zip(sampler.phases, sampler.count_by_phase(schedule.total_steps), strict=True)

@@ -237,12 +237,6 @@ def test_the_shape_follows_samples_and_each_phase_has_its_factor():
     assert [schedule.batch_share(step) for step in range(6)] == [0.5, 0.5, 0.5, 0.5, 1, 1]
 
 
-@pytest.mark.parametrize(("optimizer", "power"), [("sgd", 0.5), ("adamw", 0.5), ("muon", 0.25)])
-def test_the_power_suits_the_optimizer(optimizer, power):
-    schedule = growing((0, 8), (1, 16), batch_lr_power=None, optimizer=optimizer, schedule="constant")
-    assert schedule.lr(0) == pytest.approx(0.5**power)
-
-
 def test_a_warm_up_in_epochs_follows_samples_and_one_in_steps_counts_steps():
     """Two steps of 4, then steps of 8; half an epoch is 16 samples."""
     phases = ((0, 4), (0.25, 8))
@@ -267,5 +261,7 @@ def test_rows_are_kept_on_both_sides_of_a_change_of_the_batch():
 def test_an_automatic_schedule_has_its_shape_over_all_epochs():
     """How many steps those have is not known before."""
     sampler = Sampler(32, 16, 2, 0, phases=(Phase(0, 8, 2),))
-    config = Config(batch_schedule="auto:8", epochs=2, max_steps=2, base_lr=1.0, reference_batch=16, schedule="linear")
+    config = Config(
+        batch_schedule="auto:8", epochs=2, max_steps=2, base_lr=1.0, reference_batch=16, schedule="linear", batch_lr_power=0.5
+    )
     assert [make_schedule(config, sampler).lr(step) for step in range(2)] == pytest.approx([0.5**0.5, 0.5**0.5 * 7 / 8])
