@@ -73,13 +73,15 @@ def headline_table(growth: dict[str, Any]) -> str:
 
 
 def schedule_table(growth: dict[str, Any]) -> str:
-    """The batches of each growing arm."""
-    lines = ["| | batches | peak lr | momentum | averaging |", "|---|---|---|---|---|"]
-    for name, arm in growth["study"]["arms"].items():
-        options = arm["options"]
-        if options.get("batch_schedule") and final_values(growth, name):
-            numbers = [f"{options[key]:g}" for key in ("base_lr", "momentum", "ema")]
-            lines.append(f"| {_title(name)} | `{options['batch_schedule']}` | {' | '.join(numbers)} |")
+    """Each growing arm, by its largest batch: its batches, settings and result."""
+    lines = ["| | batches | peak lr | momentum | averaging | steps | accuracy |", "|---" * 7 + "|"]
+    arms = {name: arm["options"] for name, arm in growth["study"]["arms"].items() if final_values(growth, name)}
+    growing = {name: options for name, options in arms.items() if options.get("batch_schedule")}
+    for name, options in sorted(growing.items(), key=lambda pair: (pair[1]["optimizer"], pair[1]["global_batch"])):
+        cells = [_title(name), f"`{options['batch_schedule']}`"]
+        cells += [f"{options[key]:g}" for key in ("base_lr", "momentum", "ema")]
+        cells += [", ".join(map(str, sorted({run["steps"] for run in growth["runs"] if run["arm"] == name})))]
+        lines.append(f"| {' | '.join(cells)} | {_cell(final_values(growth, name))} |")
     return "\n".join(lines)
 
 

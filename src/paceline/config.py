@@ -84,7 +84,7 @@ class Config(RemembersGiven):
     """NAME or NAME:key=value,key=value: linear, mlp, cnn, resnet, wide_resnet, course_wide_resnet (default: the task's)."""
     data_dir: str = _data("", Role.TIMING, Role.IMAGES, Role.COMMON)
     """Folder to search for the data first."""
-    init_from: str = _data("", Role.MODEL, Role.COMMON, metavar="FILE|RECORD")
+    init_from: str = _data("", Role.MODEL, metavar="FILE|RECORD")
     """Start from these weights instead of random ones: a record, a .safetensors file or a torch file (.pt, .pth). Names and
     shapes that do not match are listed."""
     set: Settings = _data(Settings(), Role.MODEL, Role.COMMON, metavar="KEY=VALUE")  # noqa: RUF009 (it cannot change)
@@ -119,11 +119,13 @@ class Config(RemembersGiven):
         Role.STATE,
         Role.METHOD,
         Role.SEVERAL_PARTS,
+        Role.COMMON,
         parse=parse_batch_schedule,
         metavar="EPOCH:BATCH...",
     )
     """Change the global batch during the run: "0:1024 1:2048 2.5:4096" means 2,048 from epoch 1 on. auto: start at
-    --global-batch / 32 (auto:512: at 512) and double the batch, up to --global-batch, as the measured noise scale grows."""
+    --global-batch / 32 (auto:512: at 512) and double the batch, up to --global-batch, as the measured noise scale grows. none:
+    a constant batch."""
     smallest_part: int = _batch(32, Role.MODEL, Role.STATE, Role.METHOD, at_least=1)
     """With --batch-schedule: phases whose V parts would have fewer samples than this are cut into fewer parts."""
     batch_lr_power: float = _batch(0.25, Role.MODEL, Role.METHOD, at_least=0, at_most=1)
@@ -395,8 +397,8 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
         kind = next(member for member in typing.get_args(kind) if member is not type(None))
     if kind is Settings:
         return make_settings({} if value is None else value)
-    if key == "batch_schedule" and isinstance(value, Mapping):
-        return write_batch_schedule(value)
+    if key == "batch_schedule" and (isinstance(value, Mapping) or value == "none"):
+        return "" if value == "none" else write_batch_schedule(value)
     if key == "workers_schedule" and isinstance(value, Mapping):
         return write_workers_schedule(value)
     if typing.get_origin(kind) is Literal:
@@ -407,7 +409,7 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
             raise unknown(f"value for {flag(key)}", short(value), choices)
         return value
     shown = short(repr(value) if isinstance(value, str) else value)
-    wrong = UsageError(f"{flag(key)} is {shown}: it must be {_KIND_WORDS[kind]}")
+    wrong = UsageError(f"{flag(key)} is {shown}: it must be {_KIND_WORDS[kind]}{', or auto' if key == 'workers' else ''}")
     if kind is bool or isinstance(value, bool):
         if kind is not bool or not isinstance(value, bool):
             raise wrong

@@ -159,7 +159,7 @@ def _scale(k: float, lr_rule: str, peak_lr: float) -> str:
 
 def _steps(steps_per_epoch: int, epochs: int, total_steps: int, phases: int = 0) -> str:
     if phases:  # then epochs differ
-        return f"{total_steps:,} in {plural(epochs, 'epoch')}"
+        return f"{total_steps:,} in total, at most {plural(epochs, 'epoch')}"
     return f"{steps_per_epoch:,} per epoch, {plural(epochs, 'epoch')}, {total_steps:,} in total"
 
 

@@ -12,7 +12,7 @@ from paceline.config import Config, names_with
 from paceline.errors import UsageError
 from paceline.options import Role, option_of
 from paceline.settings import Settings, parse_setting, write_setting
-from paceline.values import flag
+from paceline.values import flag, write_pairs
 
 
 def add_flags(parser: argparse.ArgumentParser, help_texts: Mapping[str, str] | None = None) -> None:
@@ -67,6 +67,8 @@ def to_flags(options: Mapping[str, Any]) -> list[str]:
             flags.append(flag(key) if value else "--no-" + key.replace("_", "-"))
         elif key == "set":
             flags += [f"--set={write_setting(name, each)}" for name, each in (value or {}).items()]
+        elif isinstance(value, Mapping):  # a schedule, as a table of TOML
+            flags.append(f"{flag(key)}={write_pairs(value)}")
         elif value is not None and (key, value) != ("resume", ""):
             flags.append(f"{flag(key)}={value}")
     return flags

@@ -82,6 +82,10 @@ def phases_of_auto(text: str, global_batch: int, parts: int, smallest_part: int)
     if given:
         first, usual = int(given), first
         batches = _doublings(first, global_batch)
+        if first > global_batch:
+            raise UsageError(
+                f"--batch-schedule {text} starts above the global batch of {global_batch}: use a larger --global-batch"
+            )
         if batches[-1] != global_batch:
             raise UsageError(
                 f"--batch-schedule {text}: doubling {given} does not lead to the global batch of {global_batch}: use"

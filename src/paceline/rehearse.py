@@ -101,19 +101,22 @@ def make_rehearsal(
     if parts < workers:
         raise UsageError(f"--virtual-workers {parts} is less than --workers {workers}: each worker needs at least one part")
     reference_batch = asked.get("reference_batch") or _task_default(task, asked, "reference_batch")
+    if given := asked.get("batch_schedule", _task_default(task, asked, "batch_schedule")):
+        asked["batch_schedule"] = given
     batch = asked.get("global_batch") or _largest(asked) or reference_batch * parts
     plain = {name: value for name, value in asked.items() if name not in names_with(Role.SEVERAL_PARTS)}
     if plain.get("lr_rule") == "adascale":
         plain["lr_rule"] = "none"  # at k = 1 its gain is 1
     large = {"virtual_workers": parts, "global_batch": batch}
+    constant = {"batch_schedule": ""} if given else {}  # the task's defaults may have one
+    one = {"virtual_workers": 1, "global_batch": reference_batch}
     arms = [
-        Arm(name=REFERENCE, options={**plain, "virtual_workers": 1, "global_batch": reference_batch}, about="one worker"),
+        Arm(name=REFERENCE, options={**plain, **one, **constant}, about="one worker"),
         Arm(name=f"{workers} workers as asked", options={**asked, **large}),
     ]
     epochs = asked.get("epochs") or _task_default(task, asked, "epochs")
-    if asked.get("batch_schedule"):
-        constant = {name: value for name, value in asked.items() if name != "batch_schedule"}
-        arms.append(Arm(name=f"{workers} workers, constant batch", options={**constant, **large}))
+    if given:
+        arms.append(Arm(name=f"{workers} workers, constant batch", options={**asked, **large, **constant}))
     elif schedule := _growth(asked, large, epochs, reference_batch):
         arms.append(Arm(name=f"{workers} workers, growing to {batch}", options={**asked, **large, "batch_schedule": schedule}))
     nearest = nearest_recipe(batch) if is_built_in(task) else None
@@ -186,8 +189,8 @@ def verdict(results: Mapping[str, Any], workers: int) -> tuple[str | None, list[
         return best, lines
     if found[best].verdict == "worse":
         lines.append(
-            f"{workers} workers lose accuracy. Try fewer workers (--workers {max(2, workers // 2)}), more --epochs, or a longer"
-            " warm-up (--schedule cosine --warmup-epochs 2)."
+            f"{workers} workers lose accuracy, least as '{best}'. Try fewer workers (--workers {max(2, workers // 2)}), more"
+            " --epochs, or a longer warm-up (--schedule cosine --warmup-epochs 2)."
         )
         return None, lines
     lines.append("No verdict yet: use more --seeds to get one. The best so far:")

@@ -294,6 +294,8 @@ def test_resume_with_an_empty_value_is_refused():
     with pytest.raises(UsageError, match="--resume= has no value"):
         parse(["--resume="])
     assert parse(["--resume"]) == {"resume": "auto"}
+    table = {"batch_schedule": {"0": 64, "0.5": 128}}
+    assert to_flags(table) == ["--batch-schedule=0:64 0.5:128"], "workers get a schedule as text"
     assert to_flags({"resume": "", "epochs": 3}) == ["--epochs=3"], "as a recipe from a record has it"
 
 

@@ -47,7 +47,7 @@ def test_each_phase_has_a_line_and_epochs_of_several_lengths_are_not_multiplied(
     phases = ({**PHASE, "start": 0.0, "global_batch": 128}, {**PHASE, "start": 1.5, "global_batch": 256, "part_batch": 128})
     lines = dict(dataclasses.replace(FULL, phases=phases).lines())
     assert lines["phase 2"] == "from epoch 1.5: batch 256 = 2 parts of 128, 40 steps, lr 0.1, 64 samples per worker"
-    assert lines["steps"] == "60 in 3 epochs"
+    assert lines["steps"] == "60 in total, at most 3 epochs"
     assert "later" not in lines
 
 

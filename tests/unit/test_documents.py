@@ -180,6 +180,13 @@ def test_cost_of_the_clock_is_the_committed_result(name: str) -> None:
         assert f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}) times the time for {model}" in said, model
 
 
+def test_cost_of_the_noise_scale_is_the_committed_result() -> None:
+    said = squeeze(page("batches"))
+    for model, row in result("timing_noise")["by_model"].items():
+        ratio = row["ratio"]
+        assert f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}) times the time for {model}" in said, model
+
+
 def test_readme_and_laws_page_name_the_same_laws() -> None:
     names = [re.findall(r"^\d\. \*\*(.+?)\.\*\*", text, re.M) for text in ((ROOT / "README.md").read_text(), page("laws"))]
     assert names[0] == names[1]

@@ -128,9 +128,9 @@ def test_a_growing_batch_is_compared_with_a_constant_one(package):
     study, _ = make_rehearsal("fashion-mnist", given)
     assert [arm.name for arm in study.arms] == [REFERENCE, "64 workers as asked", "64 workers, constant batch"]
     reference, asked, constant = (arm.options for arm in study.arms)
-    assert constant == {"virtual_workers": 64, "global_batch": 8192}
+    assert constant == {"virtual_workers": 64, "global_batch": 8192, "batch_schedule": ""}
     assert asked == {**constant, "batch_schedule": "0:1024 1:8192"}
-    assert reference == {"virtual_workers": 1, "global_batch": 128}
+    assert reference == {"virtual_workers": 1, "global_batch": 128, "batch_schedule": ""}
 
 
 def test_a_task_of_the_users_own_has_no_recipe_arm_and_its_own_batch(package):
@@ -211,11 +211,25 @@ def test_an_arm_with_a_diverged_seed_is_not_recommended():
     assert best == "64 workers with batch-8192"
 
 
+def test_a_schedule_in_the_tasks_defaults_is_for_the_large_arms_alone(package, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "from paceline import Arrays, Task\nimport torch\n\ndef task():\n    x = torch.zeros(64, 1)\n"
+    text += "    return Task(name='t', model=lambda: torch.nn.Linear(1, 1), train=Arrays((x,)), validation=Arrays((x,)),\n"
+    text += "        objective=lambda model, batch: {'loss': model(batch[0])[:, 0]},\n"
+    text += "        defaults={'batch_schedule': {0: 16, 1: 64}, 'reference_batch': 16})\n"
+    (tmp_path / "mine.py").write_text(text)
+    study, _ = make_rehearsal("mine.py", {"workers": 4})
+    options = [(arm.options["batch_schedule"], arm.options["global_batch"]) for arm in study.arms]
+    assert options == [("", 16), ("0:16 1:64", 64), ("", 64)]
+
+
 def test_if_all_arms_lose_it_says_what_to_try():
     best, lines = verdict(made(reference=GOOD, asked=[float("nan")] * 3, recipe=LOW), 64)
     assert best is None
     assert lines[0] == "64 workers (global batch 8,192) would not finish: worse (3 of 3 diverged)."
-    assert lines[-1].startswith("64 workers lose accuracy. Try fewer workers (--workers 32), more --epochs")
+    assert lines[-1].startswith(
+        "64 workers lose accuracy, least as '64 workers with batch-8192'. Try fewer workers (--workers 32)"
+    )
 
 
 def test_without_a_verdict_it_names_the_best_arm_so_far():

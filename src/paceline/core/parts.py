@@ -43,7 +43,7 @@ from paceline.core.trees import move
 from paceline.dist.world import World, default_world
 from paceline.errors import UsageError
 from paceline.output import plural
-from paceline.phases import Phase, check_largest, is_auto, make_phases, parse_batch_schedule
+from paceline.phases import Phase, check_largest, is_auto, make_phases, parse_batch_schedule, write_batch_schedule
 
 _EVALUATION = 0xE7A1  # keeps the random numbers of evaluation apart from those of training
 
@@ -73,7 +73,7 @@ class Parts:
         measure_noise: bool = False,
         weights: Any = None,
         stream: bool = False,
-        batch_schedule: str | Sequence[Phase] = "",
+        batch_schedule: str | Mapping[Any, Any] | Sequence[Phase] = "",
         smallest_part: int = 32,
         world: World | None = None,
     ) -> None:
@@ -87,15 +87,16 @@ class Parts:
         CPU thread). accumulate: cut each part into this many micro-batches. at_once: parts per forward pass; more than one
         needs a model whose samples do not mix outside batch norm, and no dropout. measure_noise: keep `noise_scale` up to date.
         weights: one per sample of the data; an epoch then draws `samples` samples with replacement. stream: samples come from a
-        `Stream`, through `loader`. batch_schedule: "0:256 1:512" changes the global batch at these epochs; `global_batch` is
-        the largest one then, and batches whose parts would have fewer than `smallest_part` samples have fewer parts. world:
+        `Stream`, through `loader`. batch_schedule: "0:256 1:512" or {0: 256, 1: 512} changes the global batch at these epochs;
+        `global_batch` is the largest one then, and batches whose parts would have fewer than `smallest_part` samples have
+        fewer parts (`team.phase` is the current one; the learning rate is yours to change). world:
         from `paceline.world()`; by default, torch's process group.
         """
         self.model, self.world = model, world or default_world(next(model.parameters()).device)
         parts = virtual_workers or self.world.size
         check_parts(parts, self.world.size)
-        if global_batch is None and loader is None and isinstance(batch_schedule, str):
-            global_batch = max((batch for _, batch in parse_batch_schedule(batch_schedule)), default=None)
+        if global_batch is None and loader is None and batch_schedule:
+            global_batch = max((phase.global_batch for phase in _read_phases(batch_schedule, None, 1, 1)), default=None)
         samples, global_batch = plan_batches(loader, samples, global_batch)
         if min(at_once, accumulate, global_batch) < 1:
             raise UsageError("at_once, accumulate and global_batch must be at least 1")
@@ -358,15 +359,21 @@ class Parts:
             self.engine.noise.state.copy_(state["noise"])
 
 
-def _read_phases(given: str | Sequence[Phase], global_batch: int, parts: int, smallest_part: int) -> tuple[Phase, ...]:
+def _read_phases(
+    given: str | Mapping[Any, Any] | Sequence[Phase], global_batch: int | None, parts: int, smallest_part: int
+) -> tuple[Phase, ...]:
     """The phases of a batch schedule; empty for a constant batch."""
-    if not isinstance(given, str):
-        return tuple(given)
-    if is_auto(given):
-        raise UsageError("batch_schedule='auto' is for paceline train: in a loop of your own, give the epochs and batches")
-    pairs = parse_batch_schedule(given)
-    check_largest(pairs, global_batch)
-    return make_phases(pairs, parts, smallest_part)
+    text = write_batch_schedule(given) if isinstance(given, Mapping) else given
+    if isinstance(text, str):
+        if is_auto(text):
+            raise UsageError("batch_schedule='auto' is for paceline train: in a loop of your own, give the epochs and batches")
+        pairs = parse_batch_schedule(text)
+        check_largest(pairs, global_batch)
+        return make_phases(pairs, parts, smallest_part)
+    phases = [phase for phase in text if isinstance(phase, Phase)] if isinstance(text, Sequence) else None
+    if phases is None or len(phases) != len(text):
+        raise UsageError(f'batch_schedule is {text!r}: give text such as "0:256 1:512", or a dict such as {{0: 256, 1: 512}}')
+    return tuple(phases)
 
 
 def _check_spanning(exact: bool) -> None:

@@ -59,7 +59,10 @@ def _try_fit(measured: Measured, near: list[float]) -> Fit | None:
 def _missing(measured: Measured, on_node: int | None) -> str:
     command = f"paceline scale {measured.task}{measured.flags}"
     if on_node is None:
-        return f"{measured.record} timed no all-reduces, which --cluster here needs: measure with {command} --workers 1,2"
+        return (
+            f"{measured.record} timed no all-reduces, which --cluster here needs: measure with {command} --workers 1,2, or name"
+            " a record that has them with --links"
+        )
     counts = "2" if on_node == 2 else f"2 or {on_node}"
     return (
         f"{measured.record} has {on_node} workers per node but timed no all-reduces within one, which --cluster here needs:"

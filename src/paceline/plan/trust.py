@@ -193,7 +193,7 @@ def _crowd(measured: Measured, point: Point) -> float:
 
 def _measure_again(measured: Measured) -> str:
     """What to do: no more workers than the machine has cores for, and twice the windows."""
-    fit = [point.workers for point in measured.points if _crowd(measured, point) <= 1]
+    fit = sorted({point.workers for point in measured.points if _crowd(measured, point) <= 1})
     counts = ",".join(map(str, fit if len(fit) > 1 else (1, 2)))
     command = f"paceline scale {measured.task}{measured.flags} --workers {counts} --windows 15"
     return f"measure again while the machine does nothing else: {command}"

@@ -205,7 +205,8 @@ def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
     source["options"] = _options(path / "config.toml")
     planned = planned_phases(facts)
     source["phases"] = phases_so_far(metrics, planned, number(result.get("steps")))
-    total = metrics.phases[-1].get("total_steps") if metrics.phases else None
+    newest = metrics.phases[-1] if metrics.phases else {}  # after a resume the contract may be newer
+    total = newest.get("total_steps") if newest.get("step", -1) >= (metrics.resumed or {}).get("step", -1) else None
     source["facts"] |= {} if total is None else {"total_steps": short(total)}
     batches = [phase["global_batch"] for phase in max(source["phases"], planned, key=len)]
     source["batch"] = batch_words([int(batch) for batch in batches]) if len(batches) > 1 else ""

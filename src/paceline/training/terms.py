@@ -78,11 +78,18 @@ def describe_batch(sampler: Sampler, schedule: Schedule) -> tuple[str, ...]:
     batch, samples, parts = sampler.global_batch, sampler.samples, sampler.parts
     if batch > samples:
         each = f" (each part has {plural(samples // parts, 'sample')}, not {batch // parts:,})" if parts > 1 else ""
+        where = "while it is used, every epoch" if sampler.grows else "every epoch"
+        hint = "" if sampler.grows else f"; use --global-batch {samples // parts * parts} or less"
         notes += (
-            f"the global batch of {batch:,} is larger than the {plural(samples, 'training sample')}: every epoch is a single"
-            f" step of {samples:,}{each}, with a learning rate for {batch:,}; use --global-batch {samples // parts * parts} or"
-            " less",
+            f"the global batch of {batch:,} is larger than the {plural(samples, 'training sample')}: {where} is a single step"
+            f" of {samples:,}{each}, with a learning rate for {batch:,}{hint}",
         )
+    for phase, steps in zip(sampler.phases, sampler.count_by_phase(schedule.total_steps), strict=True):
+        if not steps:
+            notes += (
+                f"no step has the global batch of {phase.global_batch:,} from epoch {phase.start:g} on: the run ends before it,"
+                " or its epoch has less than half of such a batch left",
+            )
     ends = sampler.samples_before(schedule.total_steps) / samples
     late = [at for at in schedule.step_at if at >= ends]
     if schedule.shape == "step" and schedule.drops_by_epoch and late:

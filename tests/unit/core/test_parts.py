@@ -307,3 +307,13 @@ def test_an_epoch_ends_with_the_mean_statistics_and_modes_stay() -> None:
 def test_an_automatic_schedule_is_refused_in_a_loop_of_ones_own():
     with pytest.raises(UsageError, match="batch_schedule='auto' is for paceline train"):
         paceline.Parts(nn.Linear(1, 1), samples=256, global_batch=64, virtual_workers=2, batch_schedule="auto")
+
+
+def test_a_batch_schedule_as_a_dict_is_that_of_its_text():
+    options = {"samples": 256, "virtual_workers": 2}
+    made = [paceline.Parts(nn.Linear(1, 1), batch_schedule=given, **options) for given in ({0: 32, 1: 128}, "0:32 1:128")]
+    assert made[0].sampler.phases == made[1].sampler.phases
+    assert made[0].sampler.global_batch == 128
+    for wrong in (5, [32, 64]):
+        with pytest.raises(UsageError, match="batch_schedule is"):
+            paceline.Parts(nn.Linear(1, 1), batch_schedule=wrong, **options)

@@ -213,3 +213,16 @@ def test_the_contract_counts_the_warm_up_of_a_growing_batch_in_its_steps():
     assert contract(config, world(), samples=960).warmup == "over 24 steps from 0.1 of the peak"
     config = Config(batch_schedule="0:16 1:64", epochs=2, schedule="cosine", warmup_epochs=0.5)
     assert contract(config, world(), samples=960).warmup.startswith("over 30 steps from ")
+
+
+def test_a_phase_that_no_step_has_is_a_note():
+    def notes(schedule: str, **options: Any) -> tuple[str, ...]:
+        config = Config(batch_schedule=schedule, epochs=2, smallest_part=1, **options)
+        return describe_batch(*make_steps(config, world(), 960))
+
+    assert notes("0:16 1:64") == ()
+    assert notes("0:16 1:64", max_steps=20)[0].startswith("no step has the global batch of 64 from epoch 1 on: the run ends")
+    assert notes("0:16 1.99:960")[0].startswith("no step has the global batch of 960 from epoch 1.99 on")
+    (large,) = notes("0:16 1:1920")
+    assert "while it is used, every epoch is a single step of 960" in large
+    assert "use --global-batch" not in large
