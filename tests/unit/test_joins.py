@@ -144,6 +144,7 @@ def test_auto_means_the_devices_of_this_node(monkeypatch):
         ("auto:4", {"batch_schedule": {"0": 64, "1": 256}}, 1),
         ("auto:4", {"batch_schedule": "auto:64", "global_batch": 128}, 2),
         ("auto:4", {}, 1),  # the task may have a schedule
+        ("auto:4", {"batch_schedule": "auto:1024"}, 1),  # the task may have a larger global batch
     ],
 )
 def test_the_first_workers_of_a_new_run(schedule, options, workers):

@@ -144,4 +144,6 @@ def _first_batches(options: Mapping[str, Any], parts: int) -> tuple[int, int]:
     if not text:
         return 0, 0
     largest = given.get("global_batch") or given.get("reference_batch", Config.reference_batch) * parts
-    return phases_of_auto(text, largest, parts, given.get("smallest_part", Config.smallest_part))[0].global_batch, largest
+    with suppress(UsageError):  # with the task's own defaults it may fit; if not, the workers say so
+        return phases_of_auto(text, largest, parts, given.get("smallest_part", Config.smallest_part))[0].global_batch, largest
+    return 0, 0
