@@ -2,7 +2,7 @@
 
 python tools/batch_growth.py search FOLDER    # a search, such as runs/study-growth_search -> studies/growth_search.json
 python tools/batch_growth.py effects          # what each setting is worth, from studies/growth_search.json
-python tools/batch_growth.py results FOLDER   # the study, such as runs/study-growth -> studies/results/growth.json
+python tools/batch_growth.py results FOLDER   # the study's runs, such as runs/study-growth, into studies/results/growth.json
 python tools/batch_growth.py picture          # docs/img/growth.svg, from studies/results
 """
 
@@ -85,6 +85,17 @@ def pack_results(folder: Path) -> dict[str, Any]:
     found["environment"] = {**about, "command": _command(about["command"])}
     found["runs"] = [{key: value for key, value in run.items() if key != "record"} for run in found["runs"]]
     return found
+
+
+def merge_results(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The new results, and the old runs that were not repeated. Raises SystemExit if an arm has other options now."""
+    arms = {**old["study"]["arms"], **new["study"]["arms"]}
+    for name in old["study"]["arms"].keys() & new["study"]["arms"].keys():
+        if old["study"]["arms"][name]["options"] != new["study"]["arms"][name]["options"]:
+            raise SystemExit(f"the arm {name!r} has other options than its earlier runs: give it another name")
+    repeated = {(run["arm"], run["seed"]) for run in new["runs"]}
+    kept = [run for run in old["runs"] if (run["arm"], run["seed"]) not in repeated]
+    return {**new, "study": {**new["study"], "arms": arms}, "runs": [*kept, *new["runs"]]}
 
 
 def effects(search: dict[str, Any]) -> list[tuple[str, Any, Any, float, float]]:
@@ -234,7 +245,7 @@ def main() -> None:
         write_json(ROOT / SEARCH, packed, indent=1)
         print(search_table(packed))
     elif args.what == "results":
-        write_json(ROOT / RESULTS, pack_results(args.folder), indent=1)
+        write_json(ROOT / RESULTS, merge_results(json.loads((ROOT / RESULTS).read_text()), pack_results(args.folder)), indent=1)
     elif args.what == "effects":
         print(effects_table(json.loads((ROOT / SEARCH).read_text())))
     else:

@@ -16,7 +16,14 @@ from paceline.study.study import read_study
 
 ROOT = Path(__file__).parents[2]
 SEARCH = tomllib.loads((ROOT / "studies" / "search" / "growth_search.toml").read_text())
-OPTIONS = {"batch_schedule": "0:512 1:8192", "base_lr": 0.1, "momentum": 0.8, "ema": 0.7}
+OPTIONS = {
+    "batch_schedule": "0:512 1:8192",
+    "base_lr": 0.1,
+    "momentum": 0.8,
+    "ema": 0.7,
+    "optimizer": "muon",
+    "global_batch": 8192,
+}
 FACTORS = {name: arm for name, arm in SEARCH["arms"].items() if name.startswith("factors ")}
 
 
@@ -129,6 +136,23 @@ def test_search_is_packed(tool, tmp_path):
     assert "record" not in kept["runs"][0]
 
 
+def test_results_of_several_commands_are_merged(tool):
+    def made(*runs: tuple[str, int, float], ema: float = 0.5) -> dict[str, Any]:
+        arms = {arm: {"options": {"ema": ema}} for arm, _, _ in runs}
+        return {"study": {"arms": arms}, "runs": [{"arm": arm, "seed": seed, "accuracy": value} for arm, seed, value in runs]}
+
+    merged = tool.merge_results(made(("a", 1, 0.1), ("b", 1, 0.2)), made(("a", 1, 0.3), ("a", 2, 0.4), ("c", 1, 0.5)))
+    assert [(run["arm"], run["seed"], run["accuracy"]) for run in merged["runs"]] == [
+        ("b", 1, 0.2),
+        ("a", 1, 0.3),
+        ("a", 2, 0.4),
+        ("c", 1, 0.5),
+    ]
+    assert list(merged["study"]["arms"]) == ["a", "b", "c"]
+    with pytest.raises(SystemExit, match="'a' has other options"):
+        tool.merge_results(made(("a", 1, 0.1)), made(("a", 2, 0.2), ema=0.6))
+
+
 def test_picture_shows_growing_and_constant_batches_and_references(tool):
     growth = results({"muon to 8192": 0.95, "muon to 16384": 0.949, "muon 512": 0.9528, "sgd 128": 0.9455, "sgd to 8192": 0.9})
     batch = results({"muon 8192": 0.9388, "muon 16384": 0.9181, "nesterov 8192": 0.828})
@@ -157,4 +181,6 @@ def test_table_has_constant_and_growing_batches_side_by_side():
     assert lines[5].startswith("| Muon | 8,192 | .9388 (1) | 11 | .9500 (1) | 11 | -0.28 points: no verdict")
     assert lines[8].startswith("| Muon | 60,000 | .8000 (1) | 18 |")
     assert lines[9].startswith("| SGD | 8,192 | .8280 (1) | 14 |")
-    assert tables.schedule_table(growth).splitlines()[2:] == ["| Muon to 8,192 | `0:512 1:8192` | 0.1 | 0.8 | 0.7 |"]
+    assert tables.schedule_table(growth).splitlines()[2:] == [
+        "| Muon to 8,192 | `0:512 1:8192` | 0.1 | 0.8 | 0.7 | 11 | .9500 (1) |"
+    ]
