@@ -56,13 +56,13 @@ def test_workers_join_after_an_epoch_and_within_one(fixed: None) -> None:
     assert bits("x") == bits("fixed") == bits("two")
     assert rows("x", "step", "epoch") == rows("fixed", "step", "epoch"), "a row is missing, repeated or different"
     assert Path("runs/x/course.csv").read_text().count("\n") == EPOCHS + 1
-    assert joined("x") == [(7, 1, 2), (10, 2, 3)]
+    assert joined("x") == [(7, 1, 2), (11, 2, 3)], "step 10 starts half a sample before epoch 1.5"
     assert [row["contract"]["workers"] for row in rows("x", "resume")] == [2, 3]
     lines = [line for line in said.splitlines() if line.startswith(("Epoch", "2 workers", "3 workers"))]
     assert [line.split(" =")[0].split(" (")[0] for line in lines] == [
         "Epoch",  # the epoch ends first
         "2 workers from epoch 1 on",
-        "3 workers from epoch 1.495 on",
+        "3 workers from epoch 1.66 on",
         "Epoch",
         "Epoch",
     ]
