@@ -322,7 +322,7 @@ def test_dots_of_many_epochs_do_not_hide_their_line(page: "Page", folder: Path, 
     assert marker["line"]["width"] == 0
 
 
-def test_a_growing_batch_is_drawn_in_steps_with_its_parts_beside_a_constant_one(
+def test_a_growing_batch_and_its_parts_are_drawn_in_steps_beside_a_constant_one(
     page: "Page", folder: Path, tmp_path: Path
 ) -> None:
     paths = [make_growing(tmp_path / "growing"), make_train(tmp_path / "constant")]
@@ -331,23 +331,53 @@ def test_a_growing_batch_is_drawn_in_steps_with_its_parts_beside_a_constant_one(
     def traces(key: str) -> list[dict[str, Any]]:
         return list(plot(page, key)["data"])
 
-    lines = [(trace["x"], trace["y"], trace["line"]["shape"]) for trace in traces("batch")]
-    assert lines[:2] == [([0, 10, 60], [150, 450, 450], "hv"), ([0, 10, 60], [1, 2, 2], "hv")]
-    assert lines[2:] == [([0, 60], [256, 256], "hv"), ([0, 60], [2, 2], "hv")]
-    assert [trace["line"]["dash"] for trace in traces("batch")] == ["solid", "dot", "solid", "dot"]
+    def lines(key: str) -> list[Any]:
+        return [(trace["x"], trace["y"], trace["line"]["shape"]) for trace in traces(key)]
+
+    assert lines("batch") == [([0, 10, 60], [150, 450, 450], "hv"), ([0, 60], [256, 256], "hv")]
+    assert lines("parts") == [([0, 10, 60], [1, 2, 2], "hv"), ([0, 60], [2, 2], "hv")]
     assert plot(page, "batch")["layout"]["yaxis"]["type"] == "log"
     assert page.locator("[data-key='m-global_batch']").count() == 0
     assert "150 to 450 in 2 phases" in page.locator("[data-key='runs'] tbody tr").first.inner_text()
     page.click("[data-x=epoch]")
-    assert [trace["x"] for trace in traces("batch")][::2] == [[0, 0.25, 3], [0, 3]]
+    assert [trace["x"] for trace in traces("batch")] == [[0, 0.25, 3], [0, 3]]
     # A step is a smaller part of an epoch before the batch grew: steps 5, 10 and 15 of 20.
     assert traces("lr")[0]["x"][:4] == pytest.approx([0.125, 0.25, 0.625, 1])
     assert traces("lr")[1]["x"][:4] == pytest.approx([0.25, 0.5, 0.75, 1])
     page.click("[data-x=time_s]")
     assert traces("batch")[0]["x"] == [0, 0.5, 3]
     page.get_by_role("button", name="strong").click()  # steps are not smoothed
-    assert len(traces("batch")) == 4
-    assert traces("batch")[0]["y"] == [150, 450, 450]
+    assert [trace["y"] for trace in traces("batch")] == [[150, 450, 450], [256, 256]]
+
+
+def test_workers_that_join_are_drawn_beside_the_parts_with_the_time_of_the_joins(
+    page: "Page", folder: Path, tmp_path: Path
+) -> None:
+    joining, fixed = make_train(tmp_path / "joining"), make_train(tmp_path / "fixed")
+    change = {"kind": "join", "step": 20, "epoch": 1, "workers": 2, "was": 1, "join_s": 4.5, "components_s": {}}
+    rows = (joining / "metrics.jsonl").read_text().splitlines()
+    (joining / "metrics.jsonl").write_text("\n".join([*rows[:-1], json.dumps(change), rows[-1]]) + "\n")
+    show(page, folder, "joins", joining)
+    tiles = page.locator("[data-key='tiles']").inner_text().splitlines()
+    assert tiles[tiles.index("joining time") : tiles.index("joining time") + 3] == ["joining time", "4.5 s", "1 join"]
+    assert any(line.startswith("1 to 2") for line in tiles)
+    show(page, folder, "both", joining, fixed)
+    found = [(trace["x"], trace["y"], trace["line"]["dash"]) for trace in plot(page, "parts")["data"]]
+    assert found[:2] == [([0, 60], [2, 2], "solid"), ([0, 20, 60], [1, 2, 2], "dot")]
+    assert [trace["y"] for trace in plot(page, "parts")["data"]][2:] == [[2, 2], [2, 2]]
+    assert "1 to 2" in page.locator("[data-key='runs'] tbody tr").first.inner_text()
+    assert "took over" not in page.locator("[data-key='many']").inner_text()
+
+
+def test_a_run_at_twice_the_speed_of_a_steady_one_is_on_the_same_axis(page: "Page", folder: Path, tmp_path: Path) -> None:
+    speeds = {"steady": [1000.0, 1000.5], "faster": [1000.0, 2000.0]}
+    for name, (one, two) in speeds.items():
+        rows = [{"kind": "epoch", "step": 20, "epoch": 1, "time_s": 1, "samples_per_s": one, "val_loss": 1.0}]
+        rows.append({**rows[0], "step": 40, "epoch": 2, "time_s": 2, "samples_per_s": two})
+        (make_train(tmp_path / name) / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    show(page, folder, "speeds", *(tmp_path / name for name in speeds))
+    assert "outside the axis" not in page.locator("[data-key='speed']").inner_text()
+    assert plot(page, "speed")["layout"]["yaxis"]["range"][1] > 2000
 
 
 def test_constant_batches_need_no_chart(page: "Page", folder: Path, tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ class Live:
         followed.end = max(followed.end, update.rows[-1][0])
         followed.sent += len(rows)
         knows_epochs = number(followed.head.get("facts", {}).get("steps_per_epoch"))  # else they are worked out from all rows
-        begins = any(row.get("kind") == "phase" for row in rows)  # which changes the run's batch, and its number of steps
+        begins = any(row.get("kind") in ("phase", "join") for row in rows)  # they change the run's batch, steps and workers
         if followed.is_due() or begins or not knows_epochs:
             return await self._source(browser, update.id)
         followed.apply(rows)

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import RecordError
+from paceline.output import plural
 from paceline.plan.draws import DRAWS
 from paceline.plan.fields import BadField, load, number, table_of, words
 from paceline.plan.links import Array
+from paceline.plan.words import time_words
 from paceline.records import find_record, read_metrics
 from paceline.spread import deviation, mean
 
@@ -40,19 +42,21 @@ def read_other(name: str, runs_dir: str) -> Other:
     """The run in this record; a one-line RecordError if it does not say how long it trained."""
     path = find_record(name, runs_dir)
     try:
-        rows = [row for row in read_metrics(path) if row.get("kind") == "epoch"]
+        found = read_metrics(path)
+        rows = [row for row in found if row.get("kind") == "epoch"]
         times = [number(row, "epoch_time_s", above=True) for row in rows]
         if not times:
             raise BadField("it has no epoch rows")
         total = number(rows[-1], "time_s", above=True)
         contract = table_of(load(path / "environment.json"), "contract")
+        joins = [number(row, "join_s") for row in found if row.get("kind") == "join"]
     except (OSError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise RecordError(
             f"--against {path} does not say how long it trained ({words(error)}): give a record of paceline train"
         ) from None
     spread = _spread(times, [row.get("step") for row in rows])
     devices = str(contract.get("devices", ""))
-    return Other(record=path.name, time_s=total, spread=spread, about=_describe(contract, rows[-1]), device=devices)
+    return Other(record=path.name, time_s=total, spread=spread, about=_describe(contract, rows[-1], joins), device=devices)
 
 
 def _spread(times: Sequence[float], steps: Sequence[Any]) -> float:
@@ -65,7 +69,7 @@ def _spread(times: Sequence[float], steps: Sequence[Any]) -> float:
     return deviation(relative) / math.sqrt(len(times)) if len(relative) > 1 else 0.0
 
 
-def _describe(contract: Any, last: Any) -> str:
+def _describe(contract: Any, last: Any, joins: Sequence[float]) -> str:
     """`sgd at a batch of 128 on 1 x NVIDIA H200, accuracy 0.9450`."""
     optimizer = str(contract.get("optimizer", "")).partition(" ")[0].strip(",")
     phases, batch = contract.get("phases"), contract.get("global_batch")
@@ -73,6 +77,9 @@ def _describe(contract: Any, last: Any) -> str:
     if isinstance(phases, list) and len(phases) > 1:
         at = "a changing batch"
     said = " at ".join(each for each in (optimizer, at) if each)
-    where = f" on {contract['devices']}" if contract.get("devices") else ""
+    if joins:
+        said += f" on a changing number of workers, without {time_words(sum(joins))} for {plural(len(joins), 'join')}"
+    elif contract.get("devices"):
+        said += f" on {contract['devices']}"
     accuracy = last.get("val_accuracy")
-    return said + where + (f", accuracy {accuracy:.4f}" if isinstance(accuracy, float) else "")
+    return said + (f", accuracy {accuracy:.4f}" if isinstance(accuracy, float) else "")

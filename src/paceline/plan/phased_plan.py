@@ -150,7 +150,7 @@ def phased_tables(plan: PhasedPlan) -> str:
             line += [number_words(row["times_as_fast"]), range_words(row["times_as_fast_low"], row["times_as_fast_high"])]
         cells.append(line)
     phases = make_table(
-        ["epoch", "batch", "parts", "steps", "samples per worker", "step ms", "exposed", "waiting", "time", "share"],
+        ["epoch", "batch", "parts", "steps", "samples per worker", "step ms", "exposed ms", "waiting ms", "time", "share"],
         [_phase_cells(row) for row in plan.phases],
         left=0,
     )
@@ -219,10 +219,12 @@ def _say_beyond(model: Model, schedule: Schedule, counts: Sequence[int]) -> list
         return []
     measured = " to ".join(f"{round(each):,}" for each in dict.fromkeys((min(known), max(known))))
     few = [each for each in beyond if each < min(known)]
+    below = "times below have a wide range" if few else ""
+    above = "times above follow a straight line, whose error is not in low to high" if beyond[-1] > max(known) else ""
     fix = " ".join(f"{2 * i}:{each}" for i, each in enumerate(sorted({*few, max(round(known[0]), max(asked))}, reverse=True)))
     return [
         f"{f'{beyond[0]:,} to {beyond[-1]:,}' if len(beyond) > 1 else beyond[0]} samples per worker are beyond the {measured}"
-        " that the record measured: low to high is wide; train on one worker with a schedule that has such batches, two epochs"
+        f" that the record measured: {'; '.join(filter(None, (below, above)))}. To measure them, train on one worker, two epochs"
         f' each (--virtual-workers 1 --batch-schedule "{fix}")'
     ]
 

@@ -77,7 +77,9 @@ def read_source(path: AnyPath, end: int | None = None) -> dict[str, Any]:
         "last": {},
         "series": {"step": {}, "epoch": {}, "health": {}},
         "phases": [],
+        "joins": [],
         "batch": "",
+        "workers": "",
         **dict.fromkeys(("where", "scale", "timeline", "study", "landscape")),
         "notes": [],
         "problems": [],
@@ -210,6 +212,9 @@ def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
     source["facts"] |= {} if total is None else {"total_steps": short(total)}
     batches = [phase["global_batch"] for phase in max(source["phases"], planned, key=len)]
     source["batch"] = batch_words([int(batch) for batch in batches]) if len(batches) > 1 else ""
+    source["joins"] = metrics.joins
+    counts = sorted({int(join[name]) for join in metrics.joins for name in ("was", "workers")})
+    source["workers"] = f"{counts[0]:,} to {counts[-1]:,}" if len(counts) > 1 else ""
     if not source["phases"]:  # the page places the steps of a growing batch
         _set_epochs(metrics, number(facts.get("steps_per_epoch")))
     source["series"] = {name: thin(getattr(metrics, name)) for name in ("step", "epoch", "health")}

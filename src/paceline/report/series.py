@@ -21,7 +21,9 @@ _LONGEST_NAME = 80
 _AXES = ("step", "epoch", "time_s")  # these only grow, so their extremes are the ends of a bin
 _MOST_NOTES = 200
 _MOST_PHASES = 1_000
+_MOST_JOINS = 1_000
 _OF_A_PHASE = ("step", "epoch", "global_batch", "virtual_workers")
+_OF_A_JOIN = ("step", "epoch", "workers", "was", "join_s")
 
 
 @dataclass
@@ -78,6 +80,8 @@ class Metrics:
     health: Columns = field(default_factory=Columns)
     phases: list[dict[str, float]] = field(default_factory=list)
     """The phases of a batch schedule so far: the steps and epochs before each, its global batch and its parts."""
+    joins: list[dict[str, float]] = field(default_factory=list)
+    """The changes of the number of workers: the steps and epochs before each, the workers after and before it, its seconds."""
     notes: list[str] = field(default_factory=list)
     resumed: dict[str, Any] | None = None
     """The last `resume` row."""
@@ -105,9 +109,18 @@ def read_metrics_columns(path: AnyPath, end: int | None = None) -> Metrics:
             for name, columns in tables.items():
                 columns.drop_repeated(name, row["step"], row.get("validated") is True)
             found.phases = [phase for phase in found.phases if not is_repeated("phase", phase["step"], row["step"])]
-        elif kind == "join" and found.notes and found.resumed and found.notes[-1] == _resume_note(found.resumed):
-            found.notes[-1] = _join_note(row) or found.notes[-1]  # it says more
+            found.joins = [join for join in found.joins if not is_repeated("join", join["step"], row["step"])]
+        elif kind == "join" and len(found.joins) < _MOST_JOINS:
+            found.joins += _join_of(row)
+            if found.notes and found.resumed and found.notes[-1] == _resume_note(found.resumed):
+                found.notes[-1] = _join_note(row) or found.notes[-1]  # it says more
     return found
+
+
+def _join_of(row: Mapping[str, Any]) -> list[dict[str, float]]:
+    """The numbers of a join, in a list; an empty one if one of them is missing or cannot be drawn."""
+    found = {name: value for name in _OF_A_JOIN if (value := number(row.get(name))) is not None and value >= 0}
+    return [found] if len(found) == len(_OF_A_JOIN) and min(found["workers"], found["was"]) >= 1 else []
 
 
 def phase_of(row: Mapping[str, Any]) -> list[dict[str, float]]:
@@ -209,15 +222,16 @@ def _resume_note(row: Mapping[str, Any]) -> str:
 
 
 def _join_note(row: Mapping[str, Any]) -> str:
-    """What a takeover by other workers cost; "" if the row is incomplete."""
-    step, workers, was, took = (number(row.get(name)) for name in ("step", "workers", "was", "join_s"))
-    components = row.get("components_s")
-    if None in (step, workers, was, took) or not isinstance(components, dict):
+    """What a join cost; "" if the row is incomplete."""
+    joins, components = _join_of(row), row.get("components_s")
+    if not joins or not isinstance(components, dict):
         return ""
+    [join] = joins
     listed = ", ".join(
         f"{text(name, 20)} {value:.2f} s" for name, each in list(components.items())[:8] if (value := number(each))
     )
-    return f"{plural(int(workers or 0), 'worker')} took over from {was:g} after step {step:,.0f}, in {took:.1f} s ({listed})"
+    workers = f"{join['was']:,.0f} to {plural(int(join['workers']), 'worker')}"
+    return f"join after step {join['step']:,.0f}: {workers} in {join['join_s']:.1f} s ({listed})"
 
 
 def _extremes(column: "array[float]", low: int, high: int) -> list[int]:

@@ -90,7 +90,7 @@ def _train(source: Mapping[str, Any]) -> str:
     facts, status, why = source["facts"], Status(source["status"]), source["why"]
     model, task = facts.get("model"), _task(source)
     what = f"{model or 'a model'} on {task}" if task else f"{model or 'a model'}"
-    place = _place(facts, source.get("batch", ""))
+    place = _place(facts, source.get("workers", ""), source.get("batch", ""))
     said = f"{source['name']} "
     if status.good:
         said += f"trained {what}{place}{_outcome(source)}"
@@ -113,11 +113,11 @@ def _task(source: Mapping[str, Any]) -> Any:
     return source["facts"].get("task") or source["environment"].get("task")
 
 
-def _place(facts: Mapping[str, Any], growing: str) -> str:
+def _place(facts: Mapping[str, Any], joined: str, growing: str) -> str:
     workers, parts, batch = (facts.get(name, "") for name in ("workers", "virtual_workers", "global_batch"))
     inner = [f"V = {parts:,.0f}"] if _is_number(parts) else []
     inner += [f"global batch {growing or f'{batch:,.0f}'}"] if growing or _is_number(batch) else []
-    said = f" with {plural(workers, 'worker')}" if _is_number(workers) else ""
+    said = f" with {f'{joined} workers' if joined else plural(workers, 'worker')}" if _is_number(workers) else ""
     return said + (f" ({', '.join(inner)})" if inner else "")
 
 
@@ -127,7 +127,9 @@ def _outcome(source: Mapping[str, Any]) -> str:
     words = [f" to {name} {figure(last[name])}"] if last.get(name) is not None else []
     epochs = last.get("epochs")
     spent = [f" in {plural(epochs, 'epoch')}"] if epochs else []
-    spent += [duration(last["time_s"])] if last.get("time_s") else []
+    joins = source.get("joins") or []
+    extra = f" plus {duration(sum(join['join_s'] for join in joins))} for {plural(len(joins), 'join')}" if joins else ""
+    spent += [duration(last["time_s"]) + extra] if last.get("time_s") else []
     spent += [f"{rate(last['samples_per_s'])} {unit_of(facts)}/s"] if last.get("samples_per_s") else []
     return "".join(words) + (", ".join(spent) if words or not spent else f", {', '.join(spent).strip()}")
 

@@ -69,7 +69,10 @@ def test_two_workers_have_half_the_samples(make_phased: Make, free: str) -> None
     assert [row["samples_per_worker"] for row in found.phases] == [128, 256, 512]
     assert [row["steps"] for row in found.phases] == [48, 24, 12]
     assert sum(row["share"] for row in found.phases) == pytest.approx(1)
-    assert "128 samples per worker are beyond the 256 to 1,024" in found.warnings[-1]
+    assert "128 samples per worker are beyond the 256 to 1,024 that the record measured: times below have" in found.warnings[-1]
+    more = plan(make_phased(), free, workers="1", batch_schedule="0:256 1:4096", virtual_workers=1)
+    assert "4096 samples per worker are beyond the 256 to 1,024 that the record measured: times above" in more.warnings[-1]
+    assert '--batch-schedule "0:4096"' in more.warnings[-1]
 
 
 def test_times_between_measured_samples_are_interpolated(make_phased: Make, free: str) -> None:
@@ -153,6 +156,15 @@ def test_against_another_run(make_phased: Make, free: str, capsys: pytest.Captur
     assert f"With 2 workers: {0.96 / hand:.2f} times as fast as other (" in said
     assert "which trained for 960 ms (sgd at a batch of 128" in said
     assert "the phases with 2 workers:" in said
+
+
+def test_against_a_run_whose_workers_changed_says_what_its_time_leaves_out(make_phased: Make, free: str) -> None:
+    other = make_phased("other")
+    with (other / "metrics.jsonl").open("a") as rows:
+        rows.write(json.dumps({"kind": "join", "step": 24, "workers": 2, "was": 1, "join_s": 2.5}) + "\n")
+    found = plan(make_phased(), free, against=str(other)).other
+    assert found is not None
+    assert found.about.startswith("sgd at a changing batch on a changing number of workers, without 2.5 s for 1 join")
 
 
 def test_another_device_is_a_warning(make_phased: Make, free: str) -> None:

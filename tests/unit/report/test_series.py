@@ -52,19 +52,23 @@ def test_rows_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> None:
 
 def test_a_join_says_what_it_cost_instead_of_a_plain_resume(tmp_path: Path) -> None:
     again = {"kind": "resume", "step": 2, "contract": {"workers": 3}}
-    join = {"kind": "join", "step": 2, "workers": 3, "was": 1, "join_s": 1.5, "components_s": {"stop": 0.25, "start": 1.25}}
-    said = "3 workers took over from 1 after step 2, in 1.5 s (stop 0.25 s, start 1.25 s)"
-    assert read_metrics_columns(write(tmp_path / "m", step(1), step(2), again, join)).notes == [said]
-    for broken in ({**join, "was": "x"}, {**join, "components_s": 3}, {"kind": "join"}):
+    join = {"kind": "join", "step": 2, "epoch": 0.5, "workers": 3, "was": 1, "join_s": 1.5}
+    join["components_s"] = {"stop": 0.25, "start": 1.25}
+    found = read_metrics_columns(write(tmp_path / "m", step(1), step(2), again, join))
+    assert found.notes == ["join after step 2: 1 to 3 workers in 1.5 s (stop 0.25 s, start 1.25 s)"]
+    assert found.joins == [{"step": 2, "epoch": 0.5, "workers": 3, "was": 1, "join_s": 1.5}]
+    for broken in ({**join, "was": "x"}, {**join, "was": 0}, {**join, "components_s": 3}, {"kind": "join"}):
         assert read_metrics_columns(write(tmp_path / "n", step(2), again, broken)).notes == ["resumed from step 2 on 3 workers"]
 
 
 @given(
-    rows=st.lists(st.tuples(st.sampled_from(["step", "epoch", "health", "phase", "resume"]), st.integers(0, 4)), max_size=12)
+    rows=st.lists(
+        st.tuples(st.sampled_from(["step", "epoch", "health", "phase", "join", "resume"]), st.integers(0, 4)), max_size=12
+    )
 )
 def test_the_same_rows_are_left_out_as_by_read_metrics(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
     path = tmp_path_factory.mktemp("record")
-    each = {"epoch": 1, "global_batch": 8, "virtual_workers": 1}
+    each = {"epoch": 1, "global_batch": 8, "virtual_workers": 1, "workers": 2, "was": 1, "join_s": 1}
     write(
         path / "metrics.jsonl", *({"kind": kind, "step": at, "place": place, **each} for place, (kind, at) in enumerate(rows))
     )
@@ -72,7 +76,8 @@ def test_the_same_rows_are_left_out_as_by_read_metrics(tmp_path_factory: pytest.
     for kind in ("step", "epoch", "health"):
         kept = [row["place"] for row in read_metrics(path) if row["kind"] == kind]
         assert thin(getattr(found, kind)).get("place", []) == kept
-    assert [phase["step"] for phase in found.phases] == [row["step"] for row in read_metrics(path) if row["kind"] == "phase"]
+    for kind, listed in (("phase", found.phases), ("join", found.joins)):
+        assert [each["step"] for each in listed] == [row["step"] for row in read_metrics(path) if row["kind"] == kind]
 
 
 def test_a_phase_counts_once_where_a_resumed_run_begins_it_again(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 (() => {
   const {
     state, trains, theme, lineStyle, colorPlace, safe, uid, clip, isNumber, seconds, plain, unitOf, node, key, twoParts, chart, allTool,
-    context, layout, rangeOf, robustRange, typical, column, grows, ownTicks,
+    context, layout, rangeOf, robustRange, typical, column, grows, joined, ownTicks,
   } = window.Paceline;
 
   // The dash of a run's epoch lines next to its step lines: runs of the same color have different ones.
@@ -42,7 +42,7 @@
   }
 
   const isByEpoch = ({ facts }) => String((facts || {}).schedule).includes("by epoch");
-  const isSmoothed = (table, name) => state.smooth > 0 && table !== "epoch" && table !== "phase" && name !== "lr";
+  const isSmoothed = (table, name) => state.smooth > 0 && !["epoch", "phase", "join"].includes(table) && name !== "lr";
 
   const isLate = (source) => (column(source, "health", "lag_s") || []).some((value) => value > 0); // a single worker has no lag
 
@@ -73,10 +73,13 @@
       ...[...names].sort((a, b) => (b === "accuracy") - (a === "accuracy") || (a < b ? -1 : 1))
         .map((name) => ({ key: `m-${name}`, title: words(name), lines: both(name) })),
       { key: "lr", title: "Learning rate", lines: [["step", "lr", ""]] },
-      {
-        key: "batch", title: "Global batch", log: true, phases: true,
-        lines: [["phase", "global_batch", "batch"], ["phase", "virtual_workers", "parts (V)"]],
-      },
+      ...(sources.some(grows) ? [{ key: "batch", title: "Global batch", log: true, held: true, lines: [["phase", "global_batch", ""]] }] : []),
+      ...(sources.some(joined) ? [
+        {
+          key: "parts", title: "Parts and workers", log: true, held: true,
+          lines: [["phase", "virtual_workers", "parts"], ["join", "workers", "workers"]],
+        },
+      ] : sources.some(grows) ? [{ key: "parts", title: "Parts", log: true, held: true, lines: [["phase", "virtual_workers", ""]] }] : []),
       {
         key: "speed", title: unit[0].toUpperCase() + unit.slice(1),
         lines: [["health", "samples_per_s", "while training"], ["epoch", "samples_per_s", "whole epochs"]], zero: true,
@@ -91,8 +94,7 @@
     const drawn = ([table, name]) => sources.some((source) => has(column(source, table, name)));
     return all
       .map((chart) => ({ ...chart, lines: chart.lines.filter(drawn) }))
-      .filter((chart) => chart.lines.length && (chart.key !== "lag" || sources.some(isLate)))
-      .filter((chart) => chart.key !== "batch" || sources.some(grows));
+      .filter((chart) => chart.lines.length && (chart.key !== "lag" || sources.some(isLate)));
   }
 
   const words = (name) => (name.charAt(0).toUpperCase() + name.slice(1)).replace(/_/g, " ");
@@ -116,12 +118,13 @@
   // The part of the y axis to show, in the axis's own units, if some runs leave what the others need; null if all fit.
   function nearRange(chart, sources, log) {
     const scaled = (value) => (!isNumber(value) || (log && value <= 0) ? null : log ? Math.log10(value) : value * (chart.by || 1));
+    const zero = chart.zero && !log; // such an axis begins at 0, so what counts is how far a run's values are from there
     const groups = sources.map((source) => {
       const range = rangeOf(chart.lines.flatMap(([table, name]) => (column(source, table, name) || []).map(scaled)));
-      return range && { ...range, well: didWell(source) };
+      return range && { ...range, ...(zero ? { low: 0 } : {}), well: didWell(source) };
     }).filter(Boolean);
     const range = groups.length > 1 ? robustRange(groups, typical(groups), FAR) : null;
-    return range && chart.zero && !log ? { ...range, low: Math.min(0, range.low) } : range;
+    return range && zero ? { ...range, low: 0 } : range;
   }
 
   // Marks at the edge of the axis, where a line leaves it.
@@ -181,8 +184,8 @@
       for (const [table, name, what] of chart.lines) {
         const [xs, ys] = name === "lr" ? rates(source, x) : [column(source, table, x), column(source, table, name)];
         if (!has(ys) || !has(xs) || (chart.key === "lag" && !isLate(source))) continue;
-        const points = table === "epoch" || (!chart.phases && ys.filter(isNumber).length < 3);
-        const dotted = two && (table === "epoch" || name === "virtual_workers");
+        const points = table === "epoch" || (!chart.held && ys.filter(isNumber).length < 3);
+        const dotted = two && (table === "epoch" || table === "join");
         const size = ys.length > 100 ? 3 : ys.length > 30 ? 5 : 7; // many dots would hide their own line
         const best = table === "epoch" && name.startsWith("val_") ? bestIndex(name.slice(4), ys) : -1;
         const label = [
@@ -195,8 +198,8 @@
           y: chart.by ? ys.map((value) => (value === null ? null : value * chart.by)) : ys,
           line: {
             color: style.color, dash: dotted ? DOTTED[style.dash] : style.dash, width: dotted ? 1.4 : 1.8,
-            // A rate holds up to its row, a phase from its row on.
-            shape: chart.phases ? "hv" : name === "lr" && isByEpoch(source) ? "vh" : "linear",
+            // A rate holds up to its row, a batch or a number of workers from its row on.
+            shape: chart.held ? "hv" : name === "lr" && isByEpoch(source) ? "vh" : "linear",
           },
           marker: {
             size: best < 0 ? size : ys.map((_, index) => (index === best ? 14 : size)), color: style.color,
@@ -230,7 +233,7 @@
         yaxis: {
           type: context.log ? "log" : "linear", rangemode: chart.zero && !context.log ? "tozero" : "normal",
           title: { text: chart.unit || "" }, tickformat: context.log ? "~g" : ",.6~g", nticks: 7,
-          ...(range ? { range: [range.low, range.high] } : context.log ? (chart.phases ? ownTicks(data) : {}) : flatAxis(data)),
+          ...(range ? { range: [range.low, range.high] } : context.log ? (chart.held ? ownTicks(data) : {}) : flatAxis(data)),
         },
       }),
     };
@@ -329,7 +332,7 @@
     const starred = each.lines.some(([, name]) => name.startsWith("val_") && bestIndex(name.slice(4), [1]) === 0);
     return [
       seen.length > 1
-        ? `line: ${seen[0]}; ${each.phases ? "dotted" : "dots"}: ${seen[1]}` : seen[0] === "validation" || seen[0] === "training" ? seen[0] : each.note || "",
+        ? `line: ${seen[0]}; ${each.held ? "dotted" : "dots"}: ${seen[1]}` : seen[0] === "validation" || seen[0] === "training" ? seen[0] : each.note || "",
       starred ? "star: best" : "", log ? "log scale" : "", range ? "arrows: outside the axis" : "",
     ].filter(Boolean).join("; ");
   }
@@ -349,9 +352,9 @@
   function curves(sources) {
     const runs = trains(sources);
     return chartsOf(runs).map((each) => {
-      const wide = each.log && (each.phases || isWide(each, runs)), log = state.log.has(each.key) ? state.log.get(each.key) : wide;
+      const wide = each.log && (each.held || isWide(each, runs)), log = state.log.has(each.key) ? state.log.get(each.key) : wide;
       const shown = runs.filter((source) => !state.hidden.has(source.id));
-      const near = each.phases ? null : nearRange(each, shown, log), range = state.all.has(each.key) ? null : near;
+      const near = each.held ? null : nearRange(each, shown, log), range = state.all.has(each.key) ? null : near;
       const tools = [...(near ? [allTool(each.key)] : []), ...(each.log ? [logTool(each.key, log)] : [])];
       const own = (plot) => ({ ...plot, log, range });
       return chart({

@@ -76,6 +76,11 @@
     else if (isNumber(last.train_loss)) add("training loss", plain(last.train_loss));
     if (isNumber(last.samples_per_s) && last.samples_per_s) add(`${unitOf([source])}/s`, commas(last.samples_per_s));
     if (isNumber(last.time_s) && last.time_s) add("training time", time(last.time_s));
+    const joins = source.joins || [];
+    if (joins.length) {
+      const spent = joins.reduce((sum, join) => sum + join.join_s, 0);
+      add("joining time", time(spent), joins.length === 1 ? "1 join" : `${commas(joins.length)} joins`);
+    }
     if (isNumber(last.steps)) {
       add(
         "steps", commas(last.steps),
@@ -85,7 +90,7 @@
     }
     if (!said.length) return null; // it ended before there was a result
     if (isNumber(facts.workers)) {
-      add("workers", commas(facts.workers), isNumber(facts.virtual_workers) ? `V = ${commas(facts.virtual_workers)}` : "");
+      add("workers", source.workers || commas(facts.workers), isNumber(facts.virtual_workers) ? `V = ${commas(facts.virtual_workers)}` : "");
     }
     if (source.batch) {
       const [batches, phases] = source.batch.split(" in ");
@@ -107,6 +112,12 @@
     };
   }
 
+  // A fact of a run's contract; of a batch, or workers, that change during the run: their range.
+  function factOf({ facts, batch, workers }, name) {
+    if (name === "steps_per_epoch" && batch) return undefined; // its epochs differ
+    return ({ global_batch: batch, workers })[name] || facts[name];
+  }
+
   const bests = (source) => ["accuracy", "loss"].map((name) => {
     const best = bestOf(source, name);
     return best ? `${figure(best.value)} (${isNumber(best.epoch) ? commas(best.epoch) : "–"})` : "–";
@@ -114,10 +125,10 @@
 
   function runsTable(sources) {
     const facts = sources.map(
-      (source) => [source.id, source.name, source.status, source.summary, source.error, source.last, source.batch, bests(source), colorPlace(source.id), theme()]
+      (source) => [source.id, source.name, source.status, source.summary, source.error, source.last, source.batch, source.workers, bests(source), colorPlace(source.id), theme()]
     );
     return { key: "runs", sign: facts, make: () => {
-      const runs = trains(sources), number = (value, said = commas) => (isNumber(value) ? said(value) : "–");
+      const runs = trains(sources), number = (value, said = commas) => (isNumber(value) ? said(value) : value || "–");
       const name = (source) => node(
         "span", { class: "named", title: source.name }, key(source.id), node("span", { class: "two-parts" }, ...twoParts(source.name)),
       );
@@ -128,7 +139,7 @@
         [`${unitOf(runs)}/s`, ({ last }) => (last.samples_per_s ? commas(last.samples_per_s) : "–")],
         ["time", ({ last }) => (last.time_s ? time(last.time_s) : "–")], ["steps", ({ last }) => number(last.steps)],
         ...[["workers", "workers"], ["V", "virtual_workers"], ["global batch", "global_batch"]]
-          .map(([title, fact]) => [title, (source) => (fact === "global_batch" && source.batch) || number(source.facts[fact])])
+          .map(([title, fact]) => [title, (source) => number(factOf(source, fact))])
           .filter(([, cell]) => new Set(runs.map(cell)).size > 1), // the same for all: not a result
       ];
       const box = table({
@@ -157,7 +168,7 @@
   }
 
   // Names and folders of runs always differ, and say nothing about the training.
-  const OWN = new Set(["record", "name", "runs_dir", "resume", "resumed_at", "extended"]);
+  const OWN = new Set(["record", "name", "runs_dir", "resume", "resumed_at", "extended", "validated", "took_over_from"]);
   const YES = new Map([[undefined, "–"], [true, "yes"], [false, "no"]]);
   const worded = (value) => YES.get(value) ?? (isNumber(value) ? plain(value) : String(value));
 
@@ -165,7 +176,7 @@
   function differences(sources) {
     const runs = trains(sources).filter((source) => Object.keys(source.facts).length || Object.keys(source.options || {}).length);
     if (runs.length < 2) return [];
-    const valueOf = ({ facts, options = {} }, name) => (name in facts ? facts[name] : options[name]);
+    const valueOf = (run, name) => (name in run.facts ? factOf(run, name) : (run.options || {})[name]);
     return [{ key: "many", sign: runs.map((source) => [source.id, source.name, source.facts, source.options]), make: () => {
       const all = ["facts", "options"].flatMap((table) => runs.flatMap((run) => Object.keys(run[table] || {})));
       const names = [...new Set(all)].filter((name) => !OWN.has(name));

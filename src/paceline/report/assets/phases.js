@@ -1,11 +1,12 @@
-// The columns of a run's rows, also where its batch grows: the phases as columns of their own, and epochs of unequal steps.
+// The columns of a run's rows, also where its batch grows or workers join: phases and joins as columns of their own, and epochs of
+// unequal steps.
 "use strict";
 (() => {
   const { commas, isNumber } = window.Paceline;
 
-  // A column of the rows of a kind; of "phase": where the batch changes.
+  // A column of the rows of a kind; of "phase": where the batch changes; of "join": where the number of workers does.
   function column(source, table, name) {
-    if (table === "phase") return phaseColumn(source, name);
+    if (table === "phase" || table === "join") return heldColumn(source, table === "phase" ? phasesOf(source) : joinsOf(source), name);
     const columns = (source.series || {})[table] || {};
     if (name === "epoch" && table !== "epoch" && columns.step && grows(source)) return epochsOf(source, columns.step);
     if (name === "epoch" && table !== "epoch" && columns.step && isNumber((source.facts || {}).steps_per_epoch)) {
@@ -35,15 +36,26 @@
     });
   }
 
-  // The global batch and the parts where they change, and at the last step. A run without phases has the same ones all the time.
-  function phaseColumn(source, name) {
-    const { global_batch, virtual_workers } = source.facts || {}, steps = stepsOf(source);
-    const phases = grows(source) ? source.phases : steps ? [{ step: 0, epoch: 0, global_batch, virtual_workers }] : [];
-    if (!phases.length) return [];
-    const ends = [...phases.map((phase) => phase.step), Math.max(steps, phases.at(-1).step)];
+  const joined = (source) => (source.joins || []).length > 0;
+
+  // The phases and the numbers of workers of a run. One without a schedule has the same batch, or workers, all the time.
+  function phasesOf(source) {
+    const { global_batch, virtual_workers } = source.facts || {};
+    return grows(source) ? source.phases : stepsOf(source) ? [{ step: 0, epoch: 0, global_batch, virtual_workers }] : [];
+  }
+
+  function joinsOf(source) {
+    if (joined(source)) return [{ step: 0, epoch: 0, workers: source.joins[0].was }, ...source.joins];
+    return stepsOf(source) ? [{ step: 0, epoch: 0, workers: (source.facts || {}).workers }] : [];
+  }
+
+  // Values where they change, and at the last step.
+  function heldColumn(source, rows, name) {
+    if (!rows.length) return [];
+    const ends = [...rows.map((row) => row.step), Math.max(stepsOf(source), rows.at(-1).step)];
     if (name === "step") return ends;
     if (name === "time_s") return ends.map((step) => timeAt(source, step));
-    if (name !== "epoch") return [...phases, phases.at(-1)].map((phase) => phase[name]);
+    if (name !== "epoch") return [...rows, rows.at(-1)].map((row) => row[name]);
     const each = (source.facts || {}).steps_per_epoch;
     return grows(source) ? epochsOf(source, ends) : ends.map((step) => (each > 0 ? step / each : null));
   }
@@ -67,5 +79,5 @@
     return { tickmode: "array", tickvals, ticktext: tickvals.map(commas), rangemode: "normal" };
   }
 
-  Object.assign(window.Paceline, { column, grows, ownTicks });
+  Object.assign(window.Paceline, { column, grows, joined, ownTicks });
 })();
