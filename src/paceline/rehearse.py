@@ -189,8 +189,8 @@ def verdict(results: Mapping[str, Any], workers: int) -> tuple[str | None, list[
         return best, lines
     if found[best].verdict == "worse":
         lines.append(
-            f"{workers} workers lose accuracy, least as '{best}'. Try fewer workers (--workers {max(2, workers // 2)}), more"
-            " --epochs, or a longer warm-up (--schedule cosine --warmup-epochs 2)."
+            f"Every arm with {workers} workers loses accuracy; '{best}' loses least. Try fewer workers"
+            f" (--workers {max(2, workers // 2)}), more --epochs, or a longer warm-up (--schedule cosine --warmup-epochs 2)."
         )
         return None, lines
     lines.append("No verdict yet: use more --seeds to get one. The best so far:")

@@ -228,7 +228,7 @@ def test_if_all_arms_lose_it_says_what_to_try():
     assert best is None
     assert lines[0] == "64 workers (global batch 8,192) would not finish: worse (3 of 3 diverged)."
     assert lines[-1].startswith(
-        "64 workers lose accuracy, least as '64 workers with batch-8192'. Try fewer workers (--workers 32)"
+        "Every arm with 64 workers loses accuracy; '64 workers with batch-8192' loses least. Try fewer workers (--workers 32)"
     )
 
 

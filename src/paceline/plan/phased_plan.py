@@ -224,8 +224,8 @@ def _say_beyond(model: Model, schedule: Schedule, counts: Sequence[int]) -> list
     fix = " ".join(f"{2 * i}:{each}" for i, each in enumerate(sorted({*few, max(round(known[0]), max(asked))}, reverse=True)))
     return [
         f"{f'{beyond[0]:,} to {beyond[-1]:,}' if len(beyond) > 1 else beyond[0]} samples per worker are beyond the {measured}"
-        f" that the record measured: {'; '.join(filter(None, (below, above)))}. To measure them, train on one worker, two epochs"
-        f' each (--virtual-workers 1 --batch-schedule "{fix}")'
+        f" that the record measured: {'; '.join(filter(None, (below, above)))}. To measure them, train on one worker, two"
+        f' epochs each (--virtual-workers 1 --batch-schedule "{fix}")'
     ]
 
 

@@ -133,13 +133,14 @@ def final_values(results: Mapping[str, Any], arm: str) -> list[float]:
 
 
 def batches_of(results: Mapping[str, Any], arm: str) -> list[int]:
-    """The global batches of the phases of an arm's first run that has some; without one, those of the given schedule."""
-    found = next((run["batches"] for run in results["runs"] if run["arm"] == arm and run.get("batches")), None)
-    if isinstance(found, list):
-        return [batch for batch in found if isinstance(batch, int)]
+    """The batches of an arm's phases: of its first run that finished, else of its schedule, else of a run that failed."""
+    runs = [run for run in results["runs"] if run["arm"] == arm and isinstance(run.get("batches"), list)]
+    seen = [[batch for batch in run["batches"] if isinstance(batch, int)] for run in runs]
+    finished = [batches for run, batches in zip(runs, seen, strict=True) if Status(run["status"]).good]
+    given: list[int] = []
     with suppress(UsageError, TypeError, KeyError, AttributeError):  # results from elsewhere may hold anything
-        return [batch for _, batch in parse_batch_schedule(results["study"]["arms"][arm]["options"]["batch_schedule"])]
-    return []
+        given = [batch for _, batch in parse_batch_schedule(results["study"]["arms"][arm]["options"]["batch_schedule"])]
+    return next((batches for batches in (*finished, given, *seen) if batches), [])
 
 
 def step_words(results: Mapping[str, Any], arm: str) -> str:

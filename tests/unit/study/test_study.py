@@ -356,6 +356,9 @@ def test_a_growing_arm_shows_its_batches_and_its_steps(capsys):
     found = results()
     del found["runs"][1]["batches"]  # as older results: the schedule is in the options
     assert table(found) in out
+    found["runs"][1] |= {"status": "diverged", "batches": [8]}  # it did not get to the second phase
+    assert "8 to 32 in 2 phases" in table(found)
+    del found["runs"][1]["batches"]
     found["study"]["arms"]["V = 4"]["options"]["batch_schedule"] = ["no schedule"]
     assert "phases" not in table(found)
 
