@@ -3,7 +3,7 @@
     python bench/joins.py [--rounds 5] [--model cnn] [--out bench/results/joins.json]
 
 Every round trains the same model three times: on one worker, on two, and with workers that change after each epoch but the last
-(1, 2, 1, 2, 1, 2: five takeovers). Each takeover leaves a `join` row in the record: seconds from the last work of the old
+(1, 2, 1, 2, 1, 2: five joins). Each leaves a `join` row in the record: seconds from the last work of the old
 workers to the first step of the new ones. As a check from outside, the seconds that a whole command spends outside of
 training are compared with those of the fixed runs. All models of a round must have the same hash (exact mode).
 """
@@ -27,7 +27,7 @@ COMPONENTS = {
     "build": "task, data, model",
     "resume": "checkpoint read, first step ready",
 }
-"""Of a takeover, in this order."""
+"""Of a join, in this order."""
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
         for changing, fixed in zip(outside["changing"], outside["2 workers"], strict=True)
     ]
     result = {
-        "what": "seconds of a takeover: median, smallest and largest over n takeovers; fashion-mnist-mini on CPU workers",
+        "what": "seconds of a join: median, smallest and largest over n joins; fashion-mnist-mini on CPU workers",
         "model": args.model,
         "rounds": args.rounds,
         "load_average": {"before": [round(value, 2) for value in load], "after": [round(v, 2) for v in os.getloadavg()]},
@@ -77,7 +77,7 @@ def main() -> None:
             }
             for kind, each in runs.items()
         },
-        "more outside training than on 2 workers, per takeover": {"n": len(per_join), **spread(per_join)},
+        "more outside training than on 2 workers, per join": {"n": len(per_join), **spread(per_join)},
     }
     print(table(result))
     write(args.out, result)
@@ -113,7 +113,7 @@ def train(model: str, flags: list[str]) -> dict[str, Any]:
 
 
 def describe(joins: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of these takeovers: in total, and of each component."""
+    """Seconds of these joins: in total, and of each component."""
     components = {name: spread([join["components_s"][name] for join in joins]) for name in COMPONENTS}
     return {"n": len(joins), "total_s": spread([join["join_s"] for join in joins]), "components_s": components}
 

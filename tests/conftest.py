@@ -10,6 +10,7 @@ import pytest
 
 from harness.processes import children
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # tests share the cores, with each other and with other programs
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # without AMX, --precision auto is fp32 on every CPU
 
 # A background job starts with SIGINT ignored, and so would every process that a test starts and then interrupts. (Paceline

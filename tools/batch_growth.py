@@ -167,16 +167,16 @@ def single_runs(search: dict[str, Any]) -> dict[str, Any]:
     return {"metric": "accuracy", "runs": list(found.values())}
 
 
-def points(growth: dict[str, Any], *others: dict[str, Any]) -> dict[str, list[tuple[int, float, int]]]:
-    """For each line of the picture: largest batch, mean accuracy, steps. Constant batches may come from other results."""
-    found: dict[str, list[tuple[int, float, int]]] = {}
+def points(growth: dict[str, Any], *others: dict[str, Any]) -> dict[str, list[tuple[int, float, int, int]]]:
+    """For each line of the picture: largest batch, mean accuracy, steps, seeds. Constant batches may be from other results."""
+    found: dict[str, list[tuple[int, float, int, int]]] = {}
     for line in LINES:
         for size in BATCHES:
             older = f"{line.replace('sgd', 'nesterov')} {size}"
             for results, arm in ((growth, f"{line} {size}"), *((each, older) for each in others)):
                 values = final_values(results, arm)
                 if values:
-                    found.setdefault(line, []).append((size, statistics.mean(values), _steps(results, arm)))
+                    found.setdefault(line, []).append((size, statistics.mean(values), _steps(results, arm), len(values)))
                     break
     return found
 
@@ -189,7 +189,7 @@ def draw(growth: dict[str, Any], *others: dict[str, Any]) -> str:
     """Accuracy against the largest batch. The vertical axis is logarithmic in the error, 1 - accuracy."""
     lines = points(growth, *others)
     marks = {name: statistics.mean(final_values(growth, name)) for name in REFERENCES if final_values(growth, name)}
-    shown = [accuracy for line in lines.values() for _, accuracy, _ in line] + list(marks.values())
+    shown = [accuracy for line in lines.values() for _, accuracy, *_ in line] + list(marks.values())
     best, worst = max(shown) + 0.003, min(shown) - 0.02
 
     def x(size: float) -> float:
@@ -199,14 +199,16 @@ def draw(growth: dict[str, Any], *others: dict[str, Any]) -> str:
         share = math.log((1 - accuracy) / (1 - best)) / math.log((1 - worst) / (1 - best))
         return _TOP + share * (_HEIGHT - _TOP - _BOTTOM)
 
+    about = "WRN-16-4, Fashion-MNIST, 10 epochs; hollow: one seed, others: mean of 2 or 3; numbers: steps"
     shapes = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
         ' font-family="system-ui, sans-serif" font-size="13">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
         _text(_LEFT, 22, "Accuracy against the largest batch, and steps", size=16, weight=600),
-        _text(_LEFT, 42, "WRN-16-4, Fashion-MNIST, 10 epochs, means of the seeds; at each point: its steps", color=_GRAY),
+        _text(_LEFT, 42, about, color=_GRAY),
         _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 14, "largest global batch", anchor="middle"),
-        f'<text transform="translate(18 {_HEIGHT / 2}) rotate(-90)" text-anchor="middle" fill="{_INK}">accuracy</text>',
+        f'<text transform="translate(18 {_HEIGHT / 2}) rotate(-90)" text-anchor="middle" fill="{_INK}">'
+        "accuracy (log of the error)</text>",
     ]
     for tick in (tick for tick in _TICKS if worst < tick < best):
         shapes.append(f'<path d="M{_LEFT} {y(tick):.1f}H{_WIDTH - _RIGHT}" stroke="{_FAINT}"/>')
@@ -219,11 +221,12 @@ def draw(growth: dict[str, Any], *others: dict[str, Any]) -> str:
             shapes.append(_text(_WIDTH - _RIGHT + 6, y(accuracy) + down, words, color=_GRAY, size=11))
     for number, (line, places) in enumerate(lines.items()):
         label, color = LINES[line]
-        at = [(x(size), y(accuracy)) for size, accuracy, _ in places]
+        at = [(x(size), y(accuracy)) for size, accuracy, *_ in places]
         joined = " L".join(f"{a:.1f} {b:.1f}" for a, b in at)
         shapes.append(f'<path d="M{joined}" fill="none" stroke="{color}" stroke-width="2.2"/>')
-        for (a, b), (_, _, steps) in zip(at, places, strict=True):
-            shapes.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{color}"/>')
+        for (a, b), (_, _, steps, n) in zip(at, places, strict=True):
+            fill = color if n > 1 else "#fff"
+            shapes.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{fill}" stroke="{color}" stroke-width="2"/>')
             down = -9 if line.endswith("to") else 17
             shapes.append(_text(a, b + down, str(steps), color=color, anchor="middle", size=11))
         shapes.append(_text(_LEFT + 12, _HEIGHT - _BOTTOM - 70 + 18 * number, label, color=color, weight=600))

@@ -33,12 +33,15 @@ def batch_table(results: dict[str, Any]) -> str:
 
 
 def growth_table(growth: dict[str, Any], *others: dict[str, Any]) -> str:
-    """Constant and growing batches, by the largest batch. Constant ones that the study did not repeat are from `others`."""
-    reference = growth["study"]["reference"]
+    """Constant and growing batches, by the largest batch, against the same optimizer's small batch.
+
+    Constant ones that the study did not repeat are from `others`.
+    """
     lines = [
-        f"| | largest batch | constant | steps | growing | steps | growing, against {_title(reference)} |",
+        "| | largest batch | constant | steps | growing | steps | growing, against the small batch |",
         "|---" * 7 + "|",
     ]
+    against = {arm.split()[0]: {**growth, "study": {**growth["study"], "reference": arm}} for arm in REFERENCES}
     for arm in REFERENCES:
         cells = [f"{_title(arm)}", "-", _cell(final_values(growth, arm)), f"{_steps(growth, arm):,}", "-", "-", "-"]
         lines.append("| " + " | ".join(cells) + " |")
@@ -49,7 +52,7 @@ def growth_table(growth: dict[str, Any], *others: dict[str, Any]) -> str:
         source, name = next(((each, arm) for each, arm in sources if final_values(each, arm)), sources[0])
         cells = [_title(line), f"{size:,}", _cell(final_values(source, name)), f"{_steps(source, name) or '-'}"]
         grown = bool(final_values(growth, growing))
-        verdict = difference_words(compare_arm(growth, growing), "accuracy") if grown else "not run"
+        verdict = difference_words(compare_arm(against[line], growing), "accuracy") if grown else "not run"
         cells += [_cell(final_values(growth, growing)), f"{_steps(growth, growing) or '-'}", verdict]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

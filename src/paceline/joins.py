@@ -93,7 +93,7 @@ def check_fits(text: str, parts: int, epochs: int | None = None) -> None:
         if epochs is not None and start >= epochs:
             raise UsageError(
                 f"--workers-schedule has {plural(count, 'worker')} from epoch {start:g} on, but the run has"
-                f" {plural(epochs, 'epoch')}: give more --epochs, or leave this out"
+                f" {plural(epochs, 'epoch')}: give more --epochs, or remove that entry"
             )
 
 

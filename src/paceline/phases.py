@@ -88,7 +88,7 @@ def phases_of_auto(text: str, global_batch: int, parts: int, smallest_part: int)
             )
         if batches[-1] != global_batch:
             raise UsageError(
-                f"--batch-schedule {text}: doubling {given} does not lead to the global batch of {global_batch}: use"
+                f"--batch-schedule {text}: the global batch of {global_batch} is not {given} times a power of 2: use"
                 f" --global-batch {batches[-1]}"
             )
         counts = [_count_parts(batch, global_batch, parts, smallest_part) for batch in batches]
@@ -150,8 +150,8 @@ def make_phases(pairs: Sequence[tuple[float, int]], parts: int, smallest_part: i
 def grow_batch(global_batch: int, epochs: float, parts: int, smallest_part: int, least: int) -> str:
     """A schedule that doubles the batch three times up to global_batch: at 10%, 30% and 60% of the epochs.
 
-    The phases are those of the best growing runs in studies/growth.toml ("0:1024 1:2048 3:4096 6:8192" in 10 epochs). Batches
-    below `least` are left out. "" if fewer than two phases are left: then the batch cannot grow.
+    The phases are those of the arm "muon to 8192, momentum .9" in studies/growth.toml. Batches below
+    `least` are left out. "" if fewer than two phases are left: then the batch cannot grow.
     """
     pairs: list[tuple[float, int]] = []
     for share, divisor in _GROWTH:

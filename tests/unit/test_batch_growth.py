@@ -157,12 +157,13 @@ def test_picture_shows_growing_and_constant_batches_and_references(tool):
     growth = results({"muon to 8192": 0.95, "muon to 16384": 0.949, "muon 512": 0.9528, "sgd 128": 0.9455, "sgd to 8192": 0.9})
     batch = results({"muon 8192": 0.9388, "muon 16384": 0.9181, "nesterov 8192": 0.828})
     lines = tool.points(growth, batch)
-    assert [size for size, _, _ in lines["muon to"]] == [8192, 16384]
-    assert [accuracy for _, accuracy, _ in lines["muon"]] == [0.9388, 0.9181]
-    assert lines["sgd"] == [(8192, 0.828, 12)]
+    assert [size for size, *_ in lines["muon to"]] == [8192, 16384]
+    assert [accuracy for _, accuracy, *_ in lines["muon"]] == [0.9388, 0.9181]
+    assert lines["sgd"] == [(8192, 0.828, 12, 1)]
     picture = tool.draw(growth, batch)
     for words in ("Muon, growing", "Muon, constant", "SGD, growing", "SGD, constant", "0.9528, 12 steps", "SGD, constant 128"):
         assert words in picture
+    assert picture.count('fill="#fff" stroke') == 6  # one seed each
 
 
 def test_table_has_constant_and_growing_batches_side_by_side():

@@ -77,7 +77,6 @@ def test_gpu_numbers_are_the_committed_result() -> None:
 def test_optimizer_tables_show_the_committed_results(name: str) -> None:
     table = load("study_tables", "tools").tables()[name]
     assert table in page("optimizers")
-    assert name != "growth" or table in page("batches")
 
 
 def test_readme_shows_the_committed_results_of_growing_batches() -> None:

@@ -84,7 +84,7 @@ def test_auto_starts_with_parts_to_compare(text, batch, parts, found):
 @pytest.mark.parametrize(
     ("text", "batch", "parts", "words"),
     [
-        ("auto:300", 1024, 4, "doubling 300 does not lead to the global batch of 1024: use --global-batch 1200"),
+        ("auto:300", 1024, 4, "the global batch of 1024 is not 300 times a power of 2: use --global-batch 1200"),
         ("auto:32", 1024, 4, "a batch of 32 has one part, and gradients of parts are compared: start at 64"),
         ("auto:112", 896, 7, "a batch of 112 does not divide into 3 equal parts: start at 224"),
         ("auto", 1024, 1, "use --virtual-workers 2 or more"),

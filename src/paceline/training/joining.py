@@ -1,4 +1,4 @@
-"""`--workers-schedule` in a run: when other workers take over, with how many it starts or continues, and what a takeover cost.
+"""`--workers-schedule` in a run: when the number of workers changes, with how many it starts or continues, what a join cost.
 
 The workers of a run end at the first step boundary at which the schedule wants another number of them: they write a checkpoint,
 and rank 0 asks the launcher to continue with that number (`dist/launch.py`). As after any checkpoint (law 5), no step is lost
