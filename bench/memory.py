@@ -21,7 +21,7 @@ from paceline import Arrays, Task, classify
 from paceline.dist.world import world
 from paceline.training import tasks
 from paceline.training.build import build
-from paceline.training.loop import make_clock, make_step
+from paceline.training.plain import make_clock, make_step
 
 LAYERS, WIDTH, LENGTH, BATCH = 12, 512, 256, 32
 

@@ -21,7 +21,7 @@ import torch
 
 from measurement import run_workers, spread, write
 from paceline.dist.world import World, world
-from paceline.training import loop, tasks
+from paceline.training import plain, tasks
 from paceline.training.build import build
 from paceline.training.loop import fit
 from paceline.training.timing.clock import Clock
@@ -79,7 +79,7 @@ def measure(here: World, model: str, task: str, rounds: int, of: str, options: d
 @contextmanager
 def untimed() -> Iterator[None]:
     """Without the clock and health checks."""
-    with mock.patch.object(loop, "Clock", NoClock), mock.patch.object(Health, "look", return_value=None):
+    with mock.patch.object(plain, "Clock", NoClock), mock.patch.object(Health, "look", return_value=None):
         yield
 
 

@@ -16,6 +16,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # without AMX, --pre
 # A background job starts with SIGINT ignored, and so would every process that a test starts and then interrupts. (Paceline
 # keeps it ignored: Ctrl-C in the foreground must not end a background job. The tests of that ignore it themselves.)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the same for nohup
 
 _NEVER_IN_CI = ("gpu",)  # no CI machine has one; `make test ARGS=tests/gpu` runs these where there is
 _unexpected: list[str] = []

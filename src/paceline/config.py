@@ -6,20 +6,19 @@ imports torch, so that `paceline --help` answers at once.
 """
 
 import dataclasses
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
-from paceline.errors import UsageError, unknown
+from paceline.errors import UsageError
 from paceline.hints import unknown_key
-from paceline.joins import AUTO, parse_workers_schedule, write_workers_schedule
-from paceline.options import RemembersGiven, Role, copied, option, option_of
-from paceline.phases import parse_batch_schedule, write_batch_schedule
+from paceline.joins import AUTO, parse_workers_schedule
+from paceline.options import RemembersGiven, Role, convert, copied, option, option_of
+from paceline.phases import parse_batch_schedule
 from paceline.settings import Settings, make_settings
-from paceline.values import check_record_name, parse_every, parse_milestones, short
+from paceline.values import check_record_name, parse_every, parse_milestones
 from paceline.values import flag as flag
 
 _place = partial(option, "where it runs")
@@ -384,44 +383,6 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in _spell_out(options).items():
         if key not in fields:
             raise unknown_key(key, fields)
-        converted[key] = _convert(key, value, kinds[key])
+        converted[key] = convert(key, value, kinds[key])
         option_of(fields[key]).check(key, converted[key])
     return converted
-
-
-def _convert(key: str, value: Any, kind: Any) -> Any:
-    """Convert a value from a flag (text), TOML or Python to the field's type; a UsageError if it does not fit."""
-    if isinstance(kind, types.UnionType):  # `int | None`
-        if value is None:
-            return None
-        kind = next(member for member in typing.get_args(kind) if member is not type(None))
-    if kind is Settings:
-        return make_settings({} if value is None else value)
-    if key == "batch_schedule" and (isinstance(value, Mapping) or value == "none"):
-        return "" if value == "none" else write_batch_schedule(value)
-    if key == "workers_schedule" and isinstance(value, Mapping):
-        return write_workers_schedule(value)
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        if value not in choices:
-            if isinstance(value, str) and "," in value and all(each.strip() in choices for each in value.split(",")):
-                raise UsageError(f"{flag(key)} takes one value, not {value!r}: choose one of them")
-            raise unknown(f"value for {flag(key)}", short(value), choices)
-        return value
-    shown = short(repr(value) if isinstance(value, str) else value)
-    wrong = UsageError(f"{flag(key)} is {shown}: it must be {_KIND_WORDS[kind]}{', or auto' if key == 'workers' else ''}")
-    if kind is bool or isinstance(value, bool):
-        if kind is not bool or not isinstance(value, bool):
-            raise wrong
-        return value
-    if kind is str and not isinstance(value, str):
-        raise wrong
-    if kind is int and isinstance(value, float):
-        raise wrong
-    try:
-        return kind(value)
-    except (TypeError, ValueError, OverflowError):
-        raise wrong from None
-
-
-_KIND_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

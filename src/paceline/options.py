@@ -1,4 +1,5 @@
-"""What an option is, besides its default: its section in the help, its roles and its bounds, kept with the field itself.
+"""What an option is, besides its default: its section in the help, its roles and its bounds, kept with the field itself. And
+how a value becomes one of the field's type.
 
     base_lr: float = option("batch and optimizer", 0.05, Role.MODEL, Role.METHOD, more_than=0)
 
@@ -7,13 +8,18 @@ Whoever treats some options differently asks for a role (`names_with`): no list 
 
 import dataclasses
 import math
-from collections.abc import Callable
+import types
+import typing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, unknown
 from paceline.hints import unknown_key
+from paceline.joins import write_workers_schedule
+from paceline.phases import write_batch_schedule
+from paceline.settings import Settings, make_settings
 from paceline.values import check_text, flag, short
 
 
@@ -129,3 +135,41 @@ class RemembersGiven:
 
 copied: Any = property(lambda self: self)
 """The default of the pseudo-field `replaces`: read from an object, it is that object."""
+
+
+def convert(key: str, value: Any, kind: Any) -> Any:
+    """Convert a value from a flag (text), TOML or Python to the type of its field; a UsageError if it does not fit."""
+    if isinstance(kind, types.UnionType):  # `int | None`
+        if value is None:
+            return None
+        kind = next(member for member in typing.get_args(kind) if member is not type(None))
+    if kind is Settings:
+        return make_settings({} if value is None else value)
+    if key == "batch_schedule" and (isinstance(value, Mapping) or value == "none"):
+        return "" if value == "none" else write_batch_schedule(value)
+    if key == "workers_schedule" and isinstance(value, Mapping):
+        return write_workers_schedule(value)
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            if isinstance(value, str) and "," in value and all(each.strip() in choices for each in value.split(",")):
+                raise UsageError(f"{flag(key)} takes one value, not {value!r}: choose one of them")
+            raise unknown(f"value for {flag(key)}", short(value), choices)
+        return value
+    shown = short(repr(value) if isinstance(value, str) else value)
+    wrong = UsageError(f"{flag(key)} is {shown}: it must be {_KIND_WORDS[kind]}{', or auto' if key == 'workers' else ''}")
+    if kind is bool or isinstance(value, bool):
+        if kind is not bool or not isinstance(value, bool):
+            raise wrong
+        return value
+    if kind is str and not isinstance(value, str):
+        raise wrong
+    if kind is int and isinstance(value, float):
+        raise wrong
+    try:
+        return kind(value)
+    except (TypeError, ValueError, OverflowError):
+        raise wrong from None
+
+
+_KIND_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -206,6 +206,23 @@ def check_largest(pairs: Sequence[tuple[float, int]], global_batch: int | None) 
         )
 
 
+def as_phases(
+    given: str | Mapping[Any, Any] | Sequence[Phase], global_batch: int | None, parts: int, smallest_part: int
+) -> tuple[Phase, ...]:
+    """The phases of `Parts(batch_schedule=...)`; empty for a constant batch."""
+    text = write_batch_schedule(given) if isinstance(given, Mapping) else given
+    if isinstance(text, str):
+        if is_auto(text):
+            raise UsageError("batch_schedule='auto' is for paceline train: in a loop of your own, give the epochs and batches")
+        pairs = parse_batch_schedule(text)
+        check_largest(pairs, global_batch)
+        return make_phases(pairs, parts, smallest_part)
+    phases = [phase for phase in text if isinstance(phase, Phase)] if isinstance(text, Sequence) else None
+    if phases is None or len(phases) != len(text):
+        raise UsageError(f'batch_schedule is {text!r}: give text such as "0:256 1:512", or a dict such as {{0: 256, 1: 512}}')
+    return tuple(phases)
+
+
 def _count_parts(batch: int, largest: int, parts: int, smallest_part: int) -> int:
     """How many parts a batch is cut into. `largest` is the largest batch, with all the parts."""
     return parts if batch == largest else min(parts, max(1, batch // max(1, min(smallest_part, largest // parts))))

@@ -18,7 +18,7 @@ from paceline.training import tasks
 from paceline.training.build import build
 from paceline.training.capture import captured as fast
 from paceline.training.capture.replay import CapturedStep
-from paceline.training.loop import make_clock, make_step
+from paceline.training.plain import make_clock, make_step
 from paceline.training.task import Task, classify
 from paceline.training.validation import Validation
 

@@ -17,7 +17,7 @@ from paceline.training import scaler, tasks
 from paceline.training.build import build
 from paceline.training.capture.captured import capture
 from paceline.training.capture.replay import CapturedStep
-from paceline.training.loop import make_clock, make_step
+from paceline.training.plain import make_clock, make_step
 from paceline.training.scaler import FIRST_SCALE, MOST_IN_A_ROW
 from paceline.training.task import classify
 

@@ -22,8 +22,8 @@ from paceline.dist.world import world
 from paceline.training import tasks
 from paceline.training.build import build
 from paceline.training.capture.captured import capture
-from paceline.training.loop import make_clock, make_step
 from paceline.training.meter import Meter
+from paceline.training.plain import make_clock, make_step
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from paceline.training import loop, tasks
 from paceline.training.build import Run, build
 from paceline.training.capture import captured as fast
 from paceline.training.capture.replay import CapturedStep
-from paceline.training.loop import make_clock, make_step
+from paceline.training.plain import make_clock, make_step
 from paceline.training.step import Executor, TrainStep
 
 pytestmark = [

@@ -8,7 +8,7 @@ from torch import nn
 import paceline
 from harness.processes import run_workers
 from paceline.dist.world import World
-from paceline.training.loop import model_sha256
+from paceline.training.weights import model_sha256
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ import paceline as library
 from harness.processes import paceline, run_workers
 from paceline.dist.world import World
 from paceline.records import read_result
-from paceline.training.loop import model_sha256
+from paceline.training.weights import model_sha256
 
 pytestmark = [
     pytest.mark.gpu,

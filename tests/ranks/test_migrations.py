@@ -14,8 +14,8 @@ import torch.distributed as dist
 from harness.processes import run_workers
 from harness.training import train_in
 from paceline.dist.world import World
-from paceline.training.loop import model_sha256
 from paceline.training.tasks import resolve
+from paceline.training.weights import model_sha256
 
 MIGRATE = Path(__file__).parents[2] / "examples" / "migrate"
 

@@ -17,7 +17,7 @@ import paceline
 from harness.processes import run_workers
 from harness.training import blobs, train_in
 from paceline.dist.world import World
-from paceline.training.loop import model_sha256
+from paceline.training.weights import model_sha256
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from harness.processes import run_workers
 from paceline.dist.world import World
-from paceline.training.loop import model_sha256
+from paceline.training.weights import model_sha256
 
 X = torch.randn(103, 5, generator=torch.Generator().manual_seed(1))
 

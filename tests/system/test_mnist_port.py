@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 from harness.processes import run, run_workers
 from harness.training import train_in
 from paceline.dist.world import World
-from paceline.training.loop import model_sha256
 from paceline.training.tasks import resolve
+from paceline.training.weights import model_sha256
 
 MNIST = Path(__file__).parents[2] / "examples" / "mnist"
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from paceline.records import is_repeated, parse_row, unit_of
 from paceline.report.confined import AnyPath
-from paceline.report.read import changed_at, kind_of, read_object, read_source, status_of
+from paceline.report.read import read_source
 from paceline.report.series import number, phase_of, planned_phases, text
+from paceline.report.sources import changed_at, kind_of, read_object, status_of
 from paceline.report.summary import tone
 from paceline.status import Status
 

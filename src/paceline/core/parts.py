@@ -43,7 +43,7 @@ from paceline.core.trees import move
 from paceline.dist.world import World, default_world
 from paceline.errors import UsageError
 from paceline.output import plural
-from paceline.phases import Phase, check_largest, is_auto, make_phases, parse_batch_schedule, write_batch_schedule
+from paceline.phases import Phase, as_phases
 
 _EVALUATION = 0xE7A1  # keeps the random numbers of evaluation apart from those of training
 
@@ -96,26 +96,15 @@ class Parts:
         parts = virtual_workers or self.world.size
         check_parts(parts, self.world.size)
         if global_batch is None and loader is None and batch_schedule:
-            global_batch = max((phase.global_batch for phase in _read_phases(batch_schedule, None, 1, 1)), default=None)
+            global_batch = max((phase.global_batch for phase in as_phases(batch_schedule, None, 1, 1)), default=None)
         samples, global_batch = plan_batches(loader, samples, global_batch)
-        if min(at_once, accumulate, global_batch) < 1:
-            raise UsageError("at_once, accumulate and global_batch must be at least 1")
-        if reduce not in ("fast", "exact"):
-            raise UsageError(f'reduce is {reduce!r}: it must be "fast" or "exact"')
-        phases = _read_phases(batch_schedule, global_batch, parts, smallest_part)
+        _check_arguments(reduce, min(at_once, accumulate, global_batch))
+        phases = as_phases(batch_schedule, global_batch, parts, smallest_part)
         self.sampler = Sampler(samples, global_batch, parts, seed, weights, stream, phases)
         self.exact, self._accumulate = reduce == "exact", accumulate
         if self.exact:
             set_deterministic()
-        spanning = any(spans_workers(module) for module in model.modules())
-        if spanning:  # every worker must take part in every pass of such a layer, so each runs its parts in one pass
-            _check_spanning(self.exact)
-            _check_all_work(self.sampler, self.world.size)
-            at_once = -(-parts // self.world.size)
-            group_batch_norms(model)
-        elif at_once > 1:
-            _group(model, at_once)
-        self._at_once, self._measures_noise = at_once, measure_noise
+        self._at_once, self._measures_noise = self._group(at_once), measure_noise
         self._dealt: dict[int, list[list[range]]] = {}
         """Every worker's groups, by the number of parts."""
         if not all(self._deal(parts)):
@@ -128,6 +117,19 @@ class Parts:
         self.statistics = self._statistics[self.phase.parts] = Statistics(model, self.groups, self.phase.parts)
         self._begin_phase()
         self._loader = None if loader is None else with_batches(loader, self._keyed(loader.dataset), PassSampler())
+
+    def _group(self, at_once: int) -> int:
+        """Let several parts share a pass, if they are to; returns how many."""
+        if any(spans_workers(module) for module in self.model.modules()):
+            _check_spanning(self.exact)
+            _check_all_work(self.sampler, self.world.size)
+            at_once = -(-self.sampler.parts // self.world.size)  # every worker must take part in every pass of such a layer
+        elif at_once == 1:
+            return 1
+        elif why := can_group(self.model):
+            raise UsageError(f"at_once is {at_once}: {why}, so parts cannot be kept apart in a pass; use at_once=1")
+        group_batch_norms(self.model)
+        return at_once
 
     @property
     def virtual_workers(self) -> int:
@@ -359,21 +361,11 @@ class Parts:
             self.engine.noise.state.copy_(state["noise"])
 
 
-def _read_phases(
-    given: str | Mapping[Any, Any] | Sequence[Phase], global_batch: int | None, parts: int, smallest_part: int
-) -> tuple[Phase, ...]:
-    """The phases of a batch schedule; empty for a constant batch."""
-    text = write_batch_schedule(given) if isinstance(given, Mapping) else given
-    if isinstance(text, str):
-        if is_auto(text):
-            raise UsageError("batch_schedule='auto' is for paceline train: in a loop of your own, give the epochs and batches")
-        pairs = parse_batch_schedule(text)
-        check_largest(pairs, global_batch)
-        return make_phases(pairs, parts, smallest_part)
-    phases = [phase for phase in text if isinstance(phase, Phase)] if isinstance(text, Sequence) else None
-    if phases is None or len(phases) != len(text):
-        raise UsageError(f'batch_schedule is {text!r}: give text such as "0:256 1:512", or a dict such as {{0: 256, 1: 512}}')
-    return tuple(phases)
+def _check_arguments(reduce: str, least: int) -> None:
+    if least < 1:
+        raise UsageError("at_once, accumulate and global_batch must be at least 1")
+    if reduce not in ("fast", "exact"):
+        raise UsageError(f'reduce is {reduce!r}: it must be "fast" or "exact"')
 
 
 def _check_spanning(exact: bool) -> None:
@@ -391,14 +383,6 @@ def _check_all_work(sampler: Sampler, workers: int) -> None:
             f"a norm layer takes its statistics over all workers, but a phase of the batch schedule has"
             f" {plural(fewest, 'part')} for {workers} workers: use a smaller --smallest-part, or plain batch norm"
         )
-
-
-def _group(model: nn.Module, at_once: int) -> None:
-    """Let several parts share a pass."""
-    why = can_group(model)
-    if why:
-        raise UsageError(f"at_once is {at_once}: {why}, so parts cannot be kept apart in a pass; use at_once=1")
-    group_batch_norms(model)
 
 
 def _batches(loader: DataLoader[Any], passes: list[np.ndarray], epoch: int) -> Iterator[Any]:

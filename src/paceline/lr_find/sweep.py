@@ -21,9 +21,9 @@ from paceline.loading import load_rest
 from paceline.lr_find.rule import Point, Smoother
 from paceline.training import tasks
 from paceline.training.build import Run, build
-from paceline.training.loop import make_clock, make_step
 from paceline.training.meter import Meter
 from paceline.training.own import OWN
+from paceline.training.plain import make_clock, make_step
 from paceline.training.update import Update
 
 

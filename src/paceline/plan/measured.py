@@ -32,6 +32,11 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # DDP's sizes: a small one first, so
 _FORWARD = 1 / 3  # of compute: a backward pass takes about as long as two forward passes
 _SPREAD = 0.03  # of compute, from step to step
 
+_NO_PHASE_TIMES = (
+    "{path} does not say how long the steps of a phase take: each of its health rows has steps of several batches; train again"
+    " with phases of at least one whole epoch"
+)
+
 
 def read_measured(path: Path) -> Measured:
     """Read the record in this folder; a one-line RecordError if it does not say enough."""
@@ -181,23 +186,13 @@ def _read_training(path: Path) -> Measured:
             points = (_training_point(workers, nodes, phases[0].global_batch if phases else batch, used),)
         sizes = [whole(row, "gradient_bytes", least=0) for row in used if row.get("gradient_bytes")]
     except _BROKEN as error:
-        what = f"its health rows are incomplete: {words(error)}"
-        raise RecordError(f"{path} does not say where a step's time goes ({what}): {remedy}") from None
-    if not points:
-        raise RecordError(
-            f"{path} does not say how long the steps of a phase take: each of its health rows has steps of several batches;"
-            " train again with phases of at least one whole epoch"
-        )
-    assumed = [
-        f"the forward pass takes a third of compute, and gradients become ready at an even rate after it ({remedy} to know)"
-    ]
-    if not sizes:
-        assumed.append("gradients have 4 bytes per parameter")
+        why = f"its health rows are incomplete: {words(error)}"
+        raise RecordError(f"{path} does not say where a step's time goes ({why}): {remedy}") from None
     gradient_bytes = sizes[-1] if sizes else 4 * parameters
     if not gradient_bytes:
         raise RecordError(f"{path} does not say how many bytes of gradients a step averages: {remedy}")
-    if workers == 1:
-        assumed.append(f"a worker's compute varies by {_SPREAD:.0%} from step to step")
+    if not points:
+        raise RecordError(_NO_PHASE_TIMES.format(path=path))
     return Measured(
         record=path.name,
         task=task_of(about),
@@ -213,7 +208,7 @@ def _read_training(path: Path) -> Measured:
         backend=str(contract.get("backend", "")),
         run=run,
         noise=read_noise_scale(rows),
-        assumed=tuple(assumed),
+        assumed=_assumptions(workers, sizes, remedy),
         flags=flags,
         phases=phases,
         virtual_workers=virtual_workers,
@@ -221,6 +216,18 @@ def _read_training(path: Path) -> Measured:
         epochs=epochs,
         steps=next((row["step"] for row in reversed(rows) if row.get("kind") == "epoch" and row.get("step")), None),
     )
+
+
+def _assumptions(workers: int, sizes: Sequence[int], remedy: str) -> tuple[str, ...]:
+    """What a prediction from a training run assumes. `sizes`: the gradient bytes that its health rows say."""
+    assumed = [
+        f"the forward pass takes a third of compute, and gradients become ready at an even rate after it ({remedy} to know)"
+    ]
+    if not sizes:
+        assumed.append("gradients have 4 bytes per parameter")
+    if workers == 1:
+        assumed.append(f"a worker's compute varies by {_SPREAD:.0%} from step to step")
+    return tuple(assumed)
 
 
 def _smallest_part(path: Path) -> int:

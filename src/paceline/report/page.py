@@ -17,7 +17,8 @@ from paceline.errors import RecordError, UsageError
 from paceline.files import finite, write_file
 from paceline.records import find_record
 from paceline.report.library import Library, find_library, inline, plotly
-from paceline.report.read import STUDY_FILES, find_sources, kind_of, read_source
+from paceline.report.read import read_source
+from paceline.report.sources import STUDY_FILES, find_sources, kind_of
 from paceline.report.summary import headline
 
 POLICY = (

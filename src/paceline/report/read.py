@@ -5,18 +5,15 @@ it could not read in `problems` and returns the rest. Nothing here writes, not e
 """
 
 import math
-import os
 import shlex
 from array import array
 from collections import Counter
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
 from paceline.contract import contract_lines
-from paceline.errors import PacelineError, UsageError, reason
-from paceline.files import is_locked, read_json
+from paceline.errors import PacelineError, UsageError
 from paceline.output import plural
 from paceline.phases import batch_words
 from paceline.records import unit_of
@@ -33,6 +30,7 @@ from paceline.report.series import (
     text,
     thin,
 )
+from paceline.report.sources import STUDY_FILES, folder_of, is_running, kind_of, read_file, read_object, status_of
 from paceline.report.summary import summarize, tone
 from paceline.report.tables import order_components, view_landscape, view_scale, view_study
 from paceline.report.timeline import view_timeline
@@ -40,26 +38,13 @@ from paceline.status import Status
 from paceline.study.results import check_results
 from paceline.toml import read_toml
 
-STUDY_FILES = ("study.json", "results.json")
-"""The files that may hold a study's results."""
-
-_OF_A_RECORD = (
-    "metrics.jsonl",
-    "environment.json",
-    "result.json",
-    "config.toml",
-    "timeline.json",
-    "landscape.json",
-    "course.csv",
-)
-
 
 def read_source(path: AnyPath, end: int | None = None) -> dict[str, Any]:
     """Everything a page shows of a folder or a file. It never raises: `problems` lists what is missing or broken.
 
     Rows of metrics.jsonl from byte `end` on are left out, if it is given: the board sends those one by one.
     """
-    path = _folder_of(path)
+    path = folder_of(path)
     source: dict[str, Any] = {
         "id": str(path),
         "name": text(path.stem if path.is_file() else path.resolve().name, 200) or str(path),
@@ -101,78 +86,6 @@ def read_source(path: AnyPath, end: int | None = None) -> dict[str, Any]:
     return source
 
 
-def find_sources(folder: Path) -> list[Path]:
-    """The records, scaling records and studies directly in a folder, the newest last."""
-    try:
-        with os.scandir(folder) as entries:
-            paths = [Path(entry.path) for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
-    except OSError:
-        return []
-    return sorted((path for path in paths if kind_of(path) != "unknown"), key=lambda path: (changed_at(path) or "", path))
-
-
-def kind_of(path: AnyPath) -> str:
-    """train, scale, study or unknown, from the files that exist."""
-    if path.is_file():
-        found = _read_json(path, [])
-        if not isinstance(found, dict):
-            return "unknown"
-        return "scale" if found.get("kind") == "scale" else "study" if "study" in found and "runs" in found else "unknown"
-    if (path / "scale.json").is_file():
-        return "scale"
-    if any((path / name).is_file() for name in ("metrics.jsonl", "environment.json", "result.json")):
-        return "train"
-    return "study" if any((path / name).is_file() for name in STUDY_FILES) else "unknown"
-
-
-def is_running(metrics: AnyPath) -> bool:
-    """Whether a run is writing to this metrics.jsonl: the writer holds a lock. Ours is shared, so readers do not count."""
-    try:
-        if not metrics.is_file():  # opening a pipe would wait for its writer
-            return False
-        with metrics.open("rb") as file:
-            return is_locked(file)
-    except OSError:
-        return False
-
-
-def status_of(path: AnyPath, result: Mapping[str, Any]) -> str:
-    """How a run stands. While a run is writing to the record it is running, whatever an earlier attempt left."""
-    if is_running(path / "metrics.jsonl"):
-        return Status.RUNNING
-    found = result.get("status")
-    if isinstance(found, str) and found:
-        return text(found, 60)
-    return Status.UNKNOWN if (path / "result.json").exists() else Status.CUT_SHORT
-
-
-def read_object(path: AnyPath, problems: list[str], missing: str = "") -> dict[str, Any]:
-    """The object in a JSON file; empty, with a problem, if it cannot be read. `missing` is the problem if there is no file."""
-    if not path.exists():
-        problems += [missing] if missing else []
-        return {}
-    said = len(problems)
-    found = _read_json(path, problems)
-    if not isinstance(found, dict) and len(problems) == said:
-        problems.append(f"{path.name} is not a JSON object")
-    return _object(found)
-
-
-def changed_at(path: AnyPath) -> str | None:
-    """When a source last changed: for sources that do not say when they started."""
-    for name in ("metrics.jsonl", "scale.json", *STUDY_FILES, "environment.json", ""):
-        try:
-            return datetime.fromtimestamp((path / name if name else path).stat().st_mtime, UTC).isoformat(timespec="seconds")
-        except OSError:
-            continue
-    return None
-
-
-def _folder_of(path: AnyPath) -> AnyPath:
-    """The record that a file belongs to; the path itself if it belongs to none."""
-    return path.parent if path.name in (*_OF_A_RECORD, "scale.json", *STUDY_FILES) and path.is_file() else path
-
-
 def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
     problems = source["problems"]
     about = read_object(path / "environment.json", problems, missing="environment.json is missing: no contract, no versions")
@@ -205,8 +118,23 @@ def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
     source["why"] = text(result.get("why"))
     source["error"] = _error(source["status"], result)
     source["options"] = _options(path / "config.toml")
+    _fill_growth(source, metrics, facts, number(result.get("steps")))
+    if not source["phases"]:  # the page places the steps of a growing batch
+        _set_epochs(metrics, number(facts.get("steps_per_epoch")))
+    source["series"] = {name: thin(getattr(metrics, name)) for name in ("step", "epoch", "health")}
+    source["notes"] = metrics.notes
+    source["last"] = _last(metrics, result)
+    source["where"] = _step_times(metrics.health)
+    if (path / "timeline.json").is_file():
+        source["timeline"] = view_timeline(read_file(path / "timeline.json", problems), problems)
+    if (path / "landscape.json").is_file():
+        source["landscape"] = view_landscape(read_file(path / "landscape.json", problems), problems)
+
+
+def _fill_growth(source: dict[str, Any], metrics: Metrics, facts: Mapping[str, Any], steps: float | None) -> None:
+    """The phases of a growing batch, and the workers that joined."""
     planned = planned_phases(facts)
-    source["phases"] = phases_so_far(metrics, planned, number(result.get("steps")))
+    source["phases"] = phases_so_far(metrics, planned, steps)
     newest = metrics.phases[-1] if metrics.phases else {}  # after a resume the contract may be newer
     total = newest.get("total_steps") if newest.get("step", -1) >= (metrics.resumed or {}).get("step", -1) else None
     source["facts"] |= {} if total is None else {"total_steps": short(total)}
@@ -215,16 +143,6 @@ def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
     source["joins"] = metrics.joins
     counts = sorted({int(join[name]) for join in metrics.joins for name in ("was", "workers")})
     source["workers"] = f"{counts[0]:,} to {counts[-1]:,}" if len(counts) > 1 else ""
-    if not source["phases"]:  # the page places the steps of a growing batch
-        _set_epochs(metrics, number(facts.get("steps_per_epoch")))
-    source["series"] = {name: thin(getattr(metrics, name)) for name in ("step", "epoch", "health")}
-    source["notes"] = metrics.notes
-    source["last"] = _last(metrics, result)
-    source["where"] = _step_times(metrics.health)
-    if (path / "timeline.json").is_file():
-        source["timeline"] = view_timeline(_read_json(path / "timeline.json", problems), problems)
-    if (path / "landscape.json").is_file():
-        source["landscape"] = view_landscape(_read_json(path / "landscape.json", problems), problems)
 
 
 def _explain_no_steps(status: str, metrics: Metrics, problems: list[str]) -> None:
@@ -251,7 +169,7 @@ def _fill_scale(source: dict[str, Any], path: AnyPath) -> None:
 
 def _fill_study(source: dict[str, Any], path: AnyPath) -> None:
     file = path if path.is_file() else next(path / name for name in STUDY_FILES if (path / name).is_file())
-    found = _read_json(file, source["problems"])
+    found = read_file(file, source["problems"])
     if source["problems"]:
         return
     try:
@@ -276,7 +194,7 @@ def _fill_unknown(source: dict[str, Any], path: AnyPath) -> None:
             "not a record: it has none of metrics.jsonl, environment.json, result.json, scale.json and study.json"
         )
     else:
-        _read_json(path, source["problems"])
+        read_file(path, source["problems"])
         source["problems"] = source["problems"] or ["JSON, but neither study results nor a scaling measurement"]
 
 
@@ -387,14 +305,6 @@ def _straggler(health: Columns) -> tuple[int | None, float | None]:
     timed = zip(health.values.get("lag_s", []), ranks, strict=False)
     lags = [lag for lag, slowest in timed if slowest == rank and math.isfinite(lag)]
     return int(rank), math.fsum(lags) / len(lags) if lags else None
-
-
-def _read_json(path: AnyPath, problems: list[str]) -> dict[str, Any] | None:
-    try:
-        return read_json(path)
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name} cannot be read: {reason(error)}")
-        return None
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.capture.captured import capture
 from paceline.training.local import with_local_steps
-from paceline.training.loop import make_clock, make_step
 from paceline.training.meter import Meter
+from paceline.training.plain import make_clock, make_step
 from paceline.training.timing.clock import Split, Timed, split_steps
 
 _WARM_UP = 15  # steps: DDP rebuilds its buckets after the first and measures ten

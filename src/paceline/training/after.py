@@ -29,7 +29,7 @@ from paceline.output import plural, stages
 from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.dataset import _DATA, count_samples
-from paceline.training.loop import make_clock, make_step
+from paceline.training.plain import make_clock, make_step
 from paceline.training.task import Task, no_objective
 from paceline.training.task_fields import Source, check_data, is_factory
 from paceline.training.trained import WEIGHTS, Trained, put_in, read_trained

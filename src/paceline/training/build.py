@@ -154,9 +154,8 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
     check_collated(task, train, validation)
     weighted = make_weights(task, train, world)
     data_sha256 = weighted.add_to(data_sha256)
-    sampler, schedule = make_steps(
-        config, world, weighted.draws or count_samples(train), weighted.weights, isinstance(train, Stream)
-    )
+    samples = weighted.draws or count_samples(train)
+    sampler, schedule = make_steps(config, world, samples, weighted.weights, isinstance(train, Stream))
     stages.enter("building the model")
     feed = _make_feed(task, config, world, sampler)
     trial = Trial(task=task, data=train, config=config, sampler=sampler, world=world, feed=feed)

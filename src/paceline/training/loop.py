@@ -1,17 +1,12 @@
-"""The training loop: epochs of steps, validation after each, until the end, the target, a request to stop, or a loss that is no
-longer finite."""
+"""The training loop: steps and a validation per epoch, until the run ends, reaches its target, is stopped or diverges."""
 
-import hashlib
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import torch
-from torch import nn
 
 from paceline.core.determinism import deterministic
 from paceline.core.parts import Step
@@ -35,15 +30,14 @@ from paceline.training.local import LocalSteps, with_local_steps
 from paceline.training.meter import EpochMeans, Meter
 from paceline.training.monitor import wants_best
 from paceline.training.observers import Observer, Result
-from paceline.training.step import Executor, TrainStep
-from paceline.training.task_checks import TaskChecks
-from paceline.training.task_step import TaskStep
+from paceline.training.plain import make_clock, make_step
+from paceline.training.step import Executor
 from paceline.training.telling import Teller
 from paceline.training.terms import describe_phases
-from paceline.training.timing.clock import Clock
 from paceline.training.timing.health import Health
 from paceline.training.timing.profile import Profile
 from paceline.training.validation import Averaged, Validation
+from paceline.training.weights import model_sha256
 
 
 def fit(
@@ -94,14 +88,7 @@ def fit(
                 send_join(Join(join.workers, join.left_s))
             return result
         except BaseException as error:
-            stopped = isinstance(error, KeyboardInterrupt | Stopped)
-            status = Status.DIVERGED if isinstance(error, Diverged) else Status.INTERRUPTED if stopped else Status.FAILED
-            about = (is_lost_contact(error) and run.world.failures and read_first(run.world.failures)) or explain(error)
-            result = replace(progress.result, status=status, why=about.why, where=about.where, traceback=about.traceback)
-            for observer in observers:
-                with suppress(PacelineError):  # a full disk must not hide what happened
-                    observer.end(result, None)
-                    note_record(error, run.contract.record)
+            result = _tell_failure(run, observers, progress, error)
             if teller is not None:
                 teller.end(result, failed=True)
             if isinstance(error, Stopped | Diverged):  # on all workers at once; the first to exit ends the others
@@ -115,34 +102,17 @@ def fit(
     return progress.result
 
 
-def make_step(
-    run: Run, clock: Clock, watch: Watch | None = None, say: Callable[[str], None] = lambda text: None, number: int = 0
-) -> TrainStep:
-    """The plain step of a run that starts at step `number`."""
-    checks = TaskChecks(run.parts, run.forward, say)
-    mark = watch.mark if watch else lambda number, phase: None
-    given: dict[str, Any] = {"clock": clock, "checks": checks, "mark": mark, "sam": run.sam(), "number": number}
-    if run.task.step is not None:
-        return TaskStep(run.task.step, run.parts, run.forward, run.update, **given)
-    return TrainStep(run.parts, run.forward, run.update, **given)
-
-
-def make_clock(run: Run) -> Clock:
-    """The clock of a run's steps. Call it once per run: it hooks into DDP."""
-    engine = run.parts.engine
-    clock = Clock(run.world, engine.carrier.cargo if engine.averages else None, run.config.profile)
-    if engine.noise is not None or run.config.profile:
-        engine.hook_buckets(lambda bucket, average: clock.average(bucket, average, compared=engine.compares))
-    return clock
-
-
-def model_sha256(model: nn.Module) -> str:
-    """A hash of the model's weights and buffers, bit for bit, names included."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+def _tell_failure(run: Run, observers: Sequence[Observer], progress: Progress, error: BaseException) -> Result:
+    """Tell the observers what ended the run: the result as far as it went, and why."""
+    stopped = isinstance(error, KeyboardInterrupt | Stopped)
+    status = Status.DIVERGED if isinstance(error, Diverged) else Status.INTERRUPTED if stopped else Status.FAILED
+    about = (is_lost_contact(error) and run.world.failures and read_first(run.world.failures)) or explain(error)
+    result = replace(progress.result, status=status, why=about.why, where=about.where, traceback=about.traceback)
+    for observer in observers:
+        with suppress(PacelineError):  # a full disk must not hide what happened
+            observer.end(result, None)
+            note_record(error, run.contract.record)
+    return result
 
 
 class _Fit:

@@ -14,7 +14,8 @@ from paceline.core.sync_norm import SyncNorm
 from paceline.dist.world import World
 from paceline.errors import WorkersDisagree
 from paceline.training.build import build
-from paceline.training.loop import fit, make_clock, make_step
+from paceline.training.loop import fit
+from paceline.training.plain import make_clock, make_step
 from paceline.training.validation import Averaged
 
 

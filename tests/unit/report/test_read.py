@@ -11,8 +11,8 @@ import pytest
 
 from harness.pages import make_growing, make_landscape, make_scale, make_timeline, make_train
 from paceline.board.summaries import read_summary
-from paceline.records import Record
-from paceline.report.read import find_sources, is_running, read_source
+from paceline.report.read import read_source
+from paceline.report.sources import find_sources
 from paceline.report.summary import headline
 
 STUDY = Path(__file__).parents[3] / "studies" / "results" / "batch.json"
@@ -68,20 +68,6 @@ def test_a_run_with_a_writer_is_running_and_one_without_was_cut_short(demo: Path
     source = read_source(demo)
     assert source["status"] == "cut short"
     assert any("cut short" in problem for problem in source["problems"])
-
-
-def test_a_real_record_being_written_counts_as_running(tmp_path: Path) -> None:
-    record = Record(str(tmp_path), "r")
-    assert is_running(record.path / "metrics.jsonl")
-    record.finish({"status": "failed", "why": "no"})
-    assert not is_running(record.path / "metrics.jsonl")
-    assert read_source(record.path)["status"] == "failed"
-
-
-def test_other_readers_do_not_count_as_a_writer(demo: Path) -> None:
-    with (demo / "metrics.jsonl").open("rb") as other:
-        fcntl.flock(other, fcntl.LOCK_SH)
-        assert not is_running(demo / "metrics.jsonl")
 
 
 def snapshot(folder: Path) -> dict[str, Any]:
@@ -250,16 +236,6 @@ def test_the_worker_that_the_others_wait_for_and_its_lag(demo: Path) -> None:
     append(demo, *[row | {"step": 71 + place, "slowest": 0} for place, row in enumerate(rows)])
     where = read_source(demo)["where"]
     assert (where["slowest"], where["lag_s"]) == (None, None)  # six of ten rows are not two thirds
-
-
-def test_the_newest_source_comes_last_and_others_are_left_out(tmp_path: Path) -> None:
-    for age, name in enumerate(["c", "a", "b"]):
-        path = make_train(tmp_path / name) / "metrics.jsonl"
-        os.utime(path, (1_000_000 - age, 1_000_000 - age))
-    (tmp_path / "empty").mkdir()
-    make_train(tmp_path / ".hidden")
-    assert [path.name for path in find_sources(tmp_path)] == ["b", "a", "c"]
-    assert find_sources(tmp_path / "gone") == []
 
 
 def fail(record: Path, status: str = "failed", **said: Any) -> Path:

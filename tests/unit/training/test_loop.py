@@ -18,10 +18,11 @@ from paceline.dist.world import choose_device, world
 from paceline.errors import Diverged, PacelineError, UsageError
 from paceline.records import ROW_FIELDS, read_metrics, read_result
 from paceline.training.build import Run, build
-from paceline.training.loop import fit, model_sha256
+from paceline.training.loop import fit
 from paceline.training.run import train
 from paceline.training.step import TrainStep
 from paceline.training.task import Task, classify
+from paceline.training.weights import model_sha256
 
 
 def alone(task: Task, **options: Any) -> Trained:

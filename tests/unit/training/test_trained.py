@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import paceline
 from harness.training import blobs
 from paceline.errors import UsageError
-from paceline.training.loop import model_sha256
+from paceline.training.weights import model_sha256
 from unit.training.test_earlier import TASK
 
 
