@@ -60,9 +60,11 @@ def parse_workers_schedule(text: str) -> tuple[tuple[float, int], ...]:
     return pairs
 
 
-def write_workers_schedule(pairs: Sequence[tuple[float, int]] | Mapping[Any, Any]) -> str:
-    """The text of a schedule, from pairs or from a table as TOML has it: {"0" = 1, "2.5" = 4}."""
-    text = write_pairs(pairs)
+def write_workers_schedule(given: str | Sequence[tuple[float, int]] | Mapping[Any, Any]) -> str:
+    """A schedule as text in one form, from any text, pairs or a table as TOML has it: {"0" = 1, "2.5" = 4}."""
+    if isinstance(given, str):
+        return write_pairs(parse_workers_schedule(given)) or given
+    text = write_pairs(given)
     parse_workers_schedule(text)
     return text
 

@@ -145,9 +145,9 @@ def convert(key: str, value: Any, kind: Any) -> Any:
         kind = next(member for member in typing.get_args(kind) if member is not type(None))
     if kind is Settings:
         return make_settings({} if value is None else value)
-    if key == "batch_schedule" and (isinstance(value, Mapping) or value == "none"):
+    if key == "batch_schedule" and isinstance(value, str | Mapping):
         return "" if value == "none" else write_batch_schedule(value)
-    if key == "workers_schedule" and isinstance(value, Mapping):
+    if key == "workers_schedule" and isinstance(value, str | Mapping):
         return write_workers_schedule(value)
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)

@@ -118,9 +118,11 @@ def parse_batch_schedule(text: str) -> tuple[tuple[float, int], ...]:
     return parse_pairs("batch_schedule", text, _RULE, "phase")
 
 
-def write_batch_schedule(pairs: Sequence[tuple[float, int]] | Mapping[Any, Any]) -> str:
-    """The text of a schedule, from pairs or from a table as TOML has it: {"0" = 1024, "2.5" = 4096}."""
-    text = write_pairs(pairs)
+def write_batch_schedule(given: str | Sequence[tuple[float, int]] | Mapping[Any, Any]) -> str:
+    """A schedule as text in one form, from any text, pairs or a table as TOML has it: {"0" = 1024, "2.5" = 4096}."""
+    if isinstance(given, str):
+        return write_pairs(parse_batch_schedule(given)) or given
+    text = write_pairs(given)
     if not parse_batch_schedule(text):
         raise UsageError(f"--batch-schedule has no phases: {_RULE}")
     return text

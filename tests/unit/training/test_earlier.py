@@ -101,6 +101,24 @@ def test_a_finished_run_is_not_resumed_with_other_options(runs: Path) -> None:
         train("task.py", **{**PHASES, "batch_schedule": "0:8 1:16"}, resume="x")
     with pytest.raises(UsageError, match=r"--base-lr was 0.05, is 0.1"):
         train("task.py", base_lr=0.1, resume="x")
+    with pytest.raises(UsageError, match=r"--warmup-from was not given, is 0.5"):
+        train("task.py", warmup_from=0.5, resume="x")
+
+
+def test_a_finished_run_is_resumed_with_the_same_options_in_other_words(runs: Path, capsys: Any) -> None:
+    train("task.py", **PHASES, epochs=2, name="x", precision="auto")
+    table = {0: 4, 0.2: 8, 0.6: 16}
+    for options in ({"precision": "auto"}, {"batch_schedule": "0:4,0.20:8,0.6:16"}, {"batch_schedule": table}):
+        capsys.readouterr()
+        train("task.py", **options, resume="x")
+        assert "runs/x is already done" in capsys.readouterr().out
+
+
+def test_an_unfinished_run_is_resumed_with_its_schedule_in_other_words(runs: Path) -> None:
+    whole = train("task.py", **PHASES, epochs=2, name="whole")
+    train("task.py", **PHASES, epochs=1, name="x")
+    again = {**PHASES, "batch_schedule": "0:4, 0.20:8, 0.6:16"}
+    assert train("task.py", **again, epochs=2, resume="x").model_sha256 == whole.model_sha256
 
 
 def test_a_schedule_that_depends_on_the_length_is_that_of_the_new_length(runs: Path, capsys: Any) -> None:
