@@ -66,6 +66,22 @@ def test_same_bits_on_any_number_of_workers(alone: dict[str, Trained], workers: 
                 np.testing.assert_array_equal(trained.optimizer[key], value)
 
 
+def train_fast(world: World) -> Trained:
+    task, options = CASES["fixed"]
+    return train_in(world, blobs(**task), options)
+
+
+def test_fast_mode_agrees_to_rounding_with_idle_workers() -> None:
+    """Two of four workers have no part in the first phase: DDP averages over all of them."""
+    alone = train_in(ALONE, blobs(**CASES["fixed"][0]), CASES["fixed"][1])
+    for trained in run_workers(train_fast, 4, timeout_s=120):
+        assert batches(trained) == batches(alone)
+        losses, expected = ([row["loss"] for row in found.watcher.steps] for found in (trained, alone))
+        np.testing.assert_allclose(losses, expected, rtol=1e-3)
+        for name, value in alone.weights.items():
+            np.testing.assert_allclose(trained.weights[name], value, rtol=1e-3, atol=1e-5)
+
+
 def test_phases_begin_where_the_schedule_says(alone: dict[str, Trained]) -> None:
     """At the first step that starts at the time or later: sample 41.2 of 103 is within the step from 40 to 48."""
     assert batches(alone["fixed"]) == [(0, 8), (48 / 103, 16), (1 + 64 / 103, 32)]

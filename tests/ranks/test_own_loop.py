@@ -144,6 +144,53 @@ def test_state_saved_on_2_workers_continues_on_3_as_if_uninterrupted(tmp_path: P
     assert run_workers(resumed, 3, tmp_path, 0) == [whole] * 3
 
 
+def growing(world: World, folder: Path, stop: tuple[int, int] | None) -> tuple[str, list[int], list[float]]:
+    """Two epochs of a growing batch. Save before step `stop` (epoch, step), or resume from there if there is a file."""
+    model = net()
+    team = paceline.Parts(
+        model, samples=103, virtual_workers=6, reduce="exact", seed=3, batch_schedule="0:6 0.5:12 1.4:24", smallest_part=6
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    x = torch.randn(103, 5, generator=torch.Generator().manual_seed(1))
+    file, begin, parts, losses = folder / "state.pt", (0, 0), [], []
+    if file.exists() and stop is None:
+        state = torch.load(file)
+        model.load_state_dict(state["model"])
+        team.load_state_dict(state["team"])
+        optimizer.load_state_dict(state["optimizer"])
+        begin, parts, losses = state["stop"], state["parts"], state["losses"]
+    for epoch in range(begin[0], 2):
+        for number, step in enumerate(team.epoch(epoch, start=begin[1]), start=begin[1]):
+            if (epoch, number) == stop:
+                kept = {"team": team.state_dict(), "optimizer": optimizer.state_dict(), "parts": parts, "losses": losses}
+                if world.rank == 0:
+                    torch.save({**kept, "model": model.state_dict(), "stop": stop}, file)
+                world.barrier()
+                return "", [], []
+            for part in step:
+                part.backward(F.cross_entropy(model(x[part.samples]), part.samples % 3))
+            losses.append(step.reduce()["loss"].item())
+            parts.append(team.phase.parts)
+            optimizer.step()
+            optimizer.zero_grad()
+        begin = (epoch + 1, 0)
+    team.average_statistics()
+    return model_sha256(model), parts, losses
+
+
+def test_a_growing_batch_has_the_same_bits_on_1_2_and_3_workers_some_of_them_idle(tmp_path: Path) -> None:
+    first, *others = on_1_2_3(growing, tmp_path, None)
+    assert sorted(set(first[1])) == [1, 3, 6]
+    assert others == [first] * 5
+
+
+@pytest.mark.parametrize("stop", [(0, 3), (1, 5)])
+def test_a_growing_batch_continues_on_3_workers_from_2(tmp_path: Path, stop: tuple[int, int]) -> None:
+    (whole,) = run_workers(growing, 1, tmp_path / "none", None)
+    run_workers(growing, 2, tmp_path, stop)
+    assert run_workers(growing, 3, tmp_path, None) == [whole] * 3
+
+
 def fast(world: World, at_once: int) -> list[float]:
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     for parameter in model.parameters():

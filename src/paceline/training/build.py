@@ -13,7 +13,7 @@ from paceline.core.deal import count_micros
 from paceline.core.determinism import deterministic
 from paceline.core.parts import Parts, Step
 from paceline.core.sampler import Sampler
-from paceline.core.schedules import count_steps
+from paceline.core.schedules import Schedule, count_steps
 from paceline.core.stream import Stream
 from paceline.data.augment import Images
 from paceline.data.loaders import Arrays, Feed, Loader, Resident, make_loader
@@ -22,7 +22,7 @@ from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.optim.muon import describe_split
 from paceline.output import plural, stages
-from paceline.phases import Phase
+from paceline.phases import Phase, is_auto
 from paceline.training.dataset import count_samples, load_data
 from paceline.training.forward import Forward
 from paceline.training.gradients import Sam
@@ -36,7 +36,7 @@ from paceline.training.sampling import check_collated, describe_data, make_weigh
 from paceline.training.task import Task
 from paceline.training.task_fields import Data
 from paceline.training.task_step import check_options as check_step_options
-from paceline.training.terms import describe_batch, describe_update, make_contract, make_steps
+from paceline.training.terms import describe_batch, describe_idle, describe_update, make_contract, make_steps
 from paceline.training.trial import Trial
 from paceline.training.update import Update
 from paceline.training.weight_files import Initial, start_from
@@ -162,7 +162,7 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
     model, grouping, notes = make_model(trial)
     if grouping.at_once > 1:  # smaller last steps run in turn, and their parts' shards must be in the same process
         feed = replace(feed, own_shards=1)
-    notes = (*describe_batch(sampler, schedule), *notes)
+    notes = (*describe_batch(sampler, schedule), *_describe_workers(config, world, sampler, schedule), *notes)
     initial = start_from(model, config, world, initial)
 
     def load(data: Data, feed: Feed) -> Loader:
@@ -255,6 +255,12 @@ def _describe(task: Task, config: Config, model: nn.Module, train: Data, loader:
         "augmentation": _describe_augmentation(task, config, train),
         "record": "none",
     }
+
+
+def _describe_workers(config: Config, world: World, sampler: Sampler, schedule: Schedule) -> tuple[str, ...]:
+    """A note about idle workers, unless their number or the phases are not known yet."""
+    open_ended = config.workers_schedule or is_auto(config.batch_schedule)
+    return () if open_ended else describe_idle(sampler, schedule, world.size)
 
 
 def _describe_limits(model: nn.Module, config: Config, sampler: Sampler) -> tuple[str, ...]:

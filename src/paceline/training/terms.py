@@ -97,6 +97,25 @@ def describe_batch(sampler: Sampler, schedule: Schedule) -> tuple[str, ...]:
     return notes
 
 
+def describe_idle(sampler: Sampler, schedule: Schedule, workers: int) -> tuple[str, ...]:
+    """A note if some batches of a schedule have fewer parts than there are workers."""
+    used = [pair for pair in zip(sampler.phases, sampler.count_by_phase(schedule.total_steps), strict=True) if pair[1]]
+    idle = [phase for phase, _ in used if phase.parts < workers]
+    if not idle:
+        return ()
+    alone = sum(steps * phase.global_batch for phase, steps in used)
+    slowest = sum(steps * -(-phase.parts // workers) * phase.part_batch for phase, steps in used)
+    few = f"the batch of {idle[0].global_batch:,} has only {plural(idle[0].parts, 'part')}"
+    return (
+        f"{workers:,} workers are at most {_times(alone / slowest)} times as fast as one: {few}; a smaller"
+        " --smallest-part makes more parts, but changes the model",
+    )
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
+
+
 def check_comparable(config: Config, parts: int) -> None:
     """A UsageError where an option needs several parts per step and there is only one."""
     if parts == 1 and (config.measure_noise or config.lr_rule == "adascale"):

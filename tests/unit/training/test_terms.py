@@ -10,7 +10,7 @@ from paceline.config import Config
 from paceline.contract import Contract
 from paceline.dist.world import World
 from paceline.errors import UsageError
-from paceline.training.terms import describe_batch, make_contract, make_steps
+from paceline.training.terms import describe_batch, describe_idle, make_contract, make_steps
 
 ABOUT = {
     "task": "mine",
@@ -213,6 +213,18 @@ def test_the_contract_counts_the_warm_up_of_a_growing_batch_in_its_steps():
     assert contract(config, world(), samples=960).warmup == "over 24 steps from 0.1 of the peak"
     config = Config(batch_schedule="0:16 1:64", epochs=2, schedule="cosine", warmup_epochs=0.5)
     assert contract(config, world(), samples=960).warmup.startswith("over 30 steps from ")
+
+
+def test_idle_workers_are_a_note_with_the_most_that_workers_can_gain():
+    def notes(workers: int, **options: Any) -> tuple[str, ...]:
+        sampler, schedule = make_steps(Config(batch_schedule="0:24 1:96", epochs=2, **options), world(workers), 960)
+        return describe_idle(sampler, schedule, workers)
+
+    (said,) = notes(4, virtual_workers=4, smallest_part=24)  # 960 samples on one worker, then 240 on each of four
+    assert said.startswith("4 workers are at most 1.6 times as fast as one: the batch of 24 has only 1 part;")
+    assert notes(1, virtual_workers=4, smallest_part=24) == ()
+    assert notes(4, virtual_workers=4, smallest_part=6) == ()
+    assert "at most 1.0 times" in notes(4, virtual_workers=4, smallest_part=24, max_steps=9)[0], "it ends in the first phase"
 
 
 def test_a_phase_that_no_step_has_is_a_note():
