@@ -54,7 +54,7 @@ def main() -> None:
         middle = sorted(range(args.rounds), key=times.__getitem__)[args.rounds // 2]
         paceline(folder, "train", args.task, "--name", "calibration", *calibration(folder, recipe), *common)
         plan = ["plan", "calibration", "--cluster", args.cluster, "--workers", args.workers, "--against", f"sgd-128-{middle}"]
-        plan += ["--batch-schedule", schedule, "--virtual-workers", str(most), "--smallest-part", "8"]
+        plan += ["--batch-schedule", schedule, "--virtual-workers", str(most), "--smallest-part", "16"]
         said = paceline(folder, *plan, "--epochs", epochs, "--json", "plan.json")
         print(said)
         result = {
