@@ -20,7 +20,7 @@ from paceline.errors import UsageError
 from paceline.files import write_file
 from paceline.flags import add_flags, add_task
 from paceline.options import Role
-from paceline.phases import batch_words, grow_batch, parse_batch_schedule, resize_batch_schedule
+from paceline.phases import batch_words, grow_batch, largest_batch, parse_batch_schedule, resize_batch_schedule
 from paceline.records import name_for
 from paceline.spread import Comparison, mean
 from paceline.study.results import (
@@ -158,7 +158,7 @@ def nearest_recipe(batch: int) -> str | None:
 
 def _largest(options: Mapping[str, Any]) -> int:
     """The largest batch of a schedule with given batches; 0 without one."""
-    return max((batch for _, batch in parse_batch_schedule(options.get("batch_schedule", ""))), default=0)
+    return largest_batch(parse_batch_schedule(options.get("batch_schedule", "")))
 
 
 def _growth(asked: Mapping[str, Any], large: Mapping[str, int], epochs: float, least: int) -> str:

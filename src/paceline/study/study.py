@@ -29,7 +29,7 @@ from paceline.dist.place import read_place
 from paceline.errors import UsageError, unknown
 from paceline.joins import most_workers
 from paceline.options import Role
-from paceline.phases import check_largest, make_phases, parse_batch_schedule, resize_batch_schedule
+from paceline.phases import check_largest, largest_batch, make_phases, parse_batch_schedule, resize_batch_schedule
 from paceline.settings import parse_setting
 from paceline.study.results import read_results, table
 from paceline.study.runs import RunSpec
@@ -236,7 +236,7 @@ def list_runs(study: Study) -> list[RunSpec]:
             check_parts(parts, workers)
             pairs = parse_batch_schedule(config.batch_schedule)
             check_largest(pairs, config.global_batch)
-            largest = max((batch for _, batch in pairs), default=config.reference_batch * parts)
+            largest = largest_batch(pairs, config.reference_batch * parts)
             check_divides(config.global_batch or largest, parts)
             make_phases(pairs, parts, config.smallest_part)
             check_comparable(config, parts)
@@ -259,7 +259,7 @@ def _small_batches(options: Mapping[str, Any]) -> dict[str, Any]:
     pairs = parse_batch_schedule(schedule)
     parts = int(config.get("virtual_workers") or config.get("workers") or 1)
     reference = int(config["reference_batch"])
-    large = int(config.get("global_batch") or max((batch for _, batch in pairs), default=reference * parts))
+    large = int(config.get("global_batch") or largest_batch(pairs, reference * parts))
     accumulate = int(config.get("accumulate", 1))
     small = parts * max(4, accumulate, large // 32 // parts)
     found = {"virtual_workers": parts, "global_batch": small, "reference_batch": max(1, round(reference * small / large))}

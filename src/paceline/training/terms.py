@@ -13,7 +13,7 @@ from paceline.dist.world import World, describe_devices
 from paceline.errors import UsageError
 from paceline.joins import Spot, check_fits, count_workers, describe_schedule, is_auto, most_workers
 from paceline.output import plural
-from paceline.phases import Phase, check_largest, check_starts, make_phases, parse_batch_schedule, phases_of_auto
+from paceline.phases import Phase, check_largest, check_starts, largest_batch, make_phases, parse_batch_schedule, phases_of_auto
 from paceline.settings import write_setting
 
 
@@ -29,7 +29,7 @@ def make_steps(
     check_comparable(config, parts)
     pairs = parse_batch_schedule(config.batch_schedule)
     check_largest(pairs, config.global_batch)
-    global_batch = config.global_batch or max((batch for _, batch in pairs), default=config.reference_batch * parts)
+    global_batch = config.global_batch or largest_batch(pairs, config.reference_batch * parts)
     phases: tuple[Phase, ...] = ()
     if config.batch_schedule:
         check_divides(global_batch, parts)
