@@ -67,6 +67,10 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             ("--workers", "3", "--global-batch", "100"),
             "arm '3 workers as asked': a global batch of 100 does not divide",
         ),
+        (
+            ("--workers", "4", "--epochs", "2", "--batch-schedule", "0:64 3:512"),
+            "arm '4 workers as asked': --batch-schedule has a phase from epoch 3 on, but the run has 2 epochs",
+        ),
         (("--workers", "4", "--recipe", "no.toml"), "cannot read recipe no.toml"),
     ],
 )

@@ -27,9 +27,8 @@ from typing import Any
 from paceline.config import Config, check_options, merge_options, names_with
 from paceline.dist.place import read_place
 from paceline.errors import UsageError, unknown
-from paceline.joins import most_workers
 from paceline.options import Role
-from paceline.phases import check_largest, largest_batch, make_phases, parse_batch_schedule, resize_batch_schedule
+from paceline.phases import largest_batch, parse_batch_schedule, resize_batch_schedule
 from paceline.settings import parse_setting
 from paceline.study.results import read_results, table
 from paceline.study.runs import RunSpec
@@ -218,10 +217,8 @@ def shrink(study: Study) -> Study:
 
 def list_runs(study: Study) -> list[RunSpec]:
     """All runs, seed by seed, so that a study that is cut short has all arms. Checks each arm's options first."""
-    from paceline.core.deal import check_parts
-    from paceline.core.sampler import check_divides
     from paceline.training import tasks
-    from paceline.training.terms import check_comparable
+    from paceline.training.terms import settle_batch
 
     resolved: dict[str, dict[str, Any]] = {}
     given: dict[str, dict[str, Any]] = {}
@@ -231,15 +228,7 @@ def list_runs(study: Study) -> list[RunSpec]:
             task, config = tasks.resolve(study.task, arm.options)
             if task.validation is None:
                 raise UsageError(f"task {task.name} has no validation data, so nothing can be compared: give it validation=...")
-            workers = config.workers or most_workers(config.workers_schedule) or 1
-            parts = config.virtual_workers or workers
-            check_parts(parts, workers)
-            pairs = parse_batch_schedule(config.batch_schedule)
-            check_largest(pairs, config.global_batch)
-            largest = largest_batch(pairs, config.reference_batch * parts)
-            check_divides(config.global_batch or largest, parts)
-            make_phases(pairs, parts, config.smallest_part)
-            check_comparable(config, parts)
+            settle_batch(config, config.workers or 1)
             resolved[arm.name], given[arm.name] = vars(config), _with_settings(arm.options, config)
     return [
         RunSpec(arm.name, seed, f"{arm.slug}-seed{seed}", study.task, given[arm.name], {**resolved[arm.name], "seed": seed})
