@@ -27,6 +27,7 @@ from typing import Any
 from paceline.config import Config, check_options, merge_options, names_with
 from paceline.dist.place import read_place
 from paceline.errors import UsageError, unknown
+from paceline.joins import is_auto, most_workers
 from paceline.options import Role
 from paceline.phases import largest_batch, parse_batch_schedule, resize_batch_schedule
 from paceline.settings import parse_setting
@@ -189,6 +190,9 @@ def is_built_in(task: str) -> bool:
     return ".py" not in task and ":" not in task
 
 
+_NOT_IN_MINI = ("workers", "workers_schedule", "data_dir", "max_steps")
+
+
 def shrink(study: Study) -> Study:
     """A tiny version of a study that checks in a minute on a CPU that every arm's options work. Its results mean nothing.
 
@@ -199,7 +203,7 @@ def shrink(study: Study) -> Study:
     own = not is_built_in(study.task)
     arms = []
     for arm in study.arms:
-        options = {name: value for name, value in arm.options.items() if name not in ("workers", "data_dir", "max_steps")}
+        options = {name: value for name, value in arm.options.items() if name not in _NOT_IN_MINI}
         batches = _small_batches(arm.options)
         options |= {**batches, "epochs": 1, "checkpoint_every": "0", "precision": "auto", "fast": "auto"}
         samples = min(6000, 3 * batches["global_batch"])
@@ -228,6 +232,12 @@ def list_runs(study: Study) -> list[RunSpec]:
             task, config = tasks.resolve(study.task, arm.options)
             if task.validation is None:
                 raise UsageError(f"task {task.name} has no validation data, so nothing can be compared: give it validation=...")
+            joining = config.workers_schedule
+            if is_auto(joining) and not (config.virtual_workers or most_workers(joining)):
+                raise UsageError(
+                    "--workers auto: this machine's devices would decide how many virtual workers there are, and so the"
+                    " model: give --virtual-workers"
+                )
             settle_batch(config, config.workers or 1)
             resolved[arm.name], given[arm.name] = vars(config), _with_settings(arm.options, config)
     return [
@@ -246,7 +256,8 @@ def _small_batches(options: Mapping[str, Any]) -> dict[str, Any]:
     config = check_options({"reference_batch": Config.reference_batch, **options})
     schedule = str(config.get("batch_schedule") or "")
     pairs = parse_batch_schedule(schedule)
-    parts = int(config.get("virtual_workers") or config.get("workers") or 1)
+    most = most_workers(config.get("workers_schedule", ""))
+    parts = int(config.get("virtual_workers") or config.get("workers") or most or 1)
     reference = int(config["reference_batch"])
     large = int(config.get("global_batch") or largest_batch(pairs, reference * parts))
     accumulate = int(config.get("accumulate", 1))
