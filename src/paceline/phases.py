@@ -118,6 +118,11 @@ def parse_batch_schedule(text: str) -> tuple[tuple[float, int], ...]:
     return parse_pairs("batch_schedule", text, _RULE, "phase")
 
 
+def largest_batch(pairs: Sequence[tuple[float, int]], default: int = 0) -> int:
+    """The largest batch of a schedule's (epoch, global batch) pairs; `default` if there are none."""
+    return max((batch for _, batch in pairs), default=default)
+
+
 def write_batch_schedule(given: str | Sequence[tuple[float, int]] | Mapping[Any, Any]) -> str:
     """A schedule as text in one form, from any text, pairs or a table as TOML has it: {"0" = 1024, "2.5" = 4096}."""
     if isinstance(given, str):
@@ -136,7 +141,7 @@ def make_phases(pairs: Sequence[tuple[float, int]], parts: int, smallest_part: i
     parts.
     """
     phases = []
-    largest = max((batch for _, batch in pairs), default=0)
+    largest = largest_batch(pairs)
     for start, batch in pairs:
         count = _count_parts(batch, largest, parts, smallest_part)
         if batch % count:
@@ -171,7 +176,7 @@ def resize_batch_schedule(text: str, global_batch: int, parts: int, smallest_par
     if is_auto(text):
         return AUTO
     pairs = parse_batch_schedule(text)
-    largest = max((batch for _, batch in pairs), default=1)
+    largest = largest_batch(pairs)
     resized = []
     for start, batch in pairs:
         small = max(1, batch * global_batch // largest)
@@ -200,7 +205,7 @@ def start_of(done: int, samples: int) -> float:
 
 def check_largest(pairs: Sequence[tuple[float, int]], global_batch: int | None) -> None:
     """Raise a UsageError if a global batch is given besides a schedule, and is not its largest."""
-    largest = max((batch for _, batch in pairs), default=global_batch)
+    largest = largest_batch(pairs, global_batch or 0)
     if global_batch is not None and largest != global_batch:
         raise UsageError(
             f"--global-batch is {global_batch}, but the largest batch of --batch-schedule is {largest}: give the same, or leave"

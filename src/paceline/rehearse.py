@@ -20,7 +20,7 @@ from paceline.errors import UsageError
 from paceline.files import write_file
 from paceline.flags import add_flags, add_task
 from paceline.options import Role
-from paceline.phases import batch_words, grow_batch, parse_batch_schedule, resize_batch_schedule
+from paceline.phases import batch_words, grow_batch, largest_batch, parse_batch_schedule, resize_batch_schedule
 from paceline.records import name_for
 from paceline.spread import Comparison, mean
 from paceline.study.results import (
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--margin", default=0.005, type=float, metavar="X", help="accuracies (or losses) this close count as equal [0.005]"
     )
     parser.add_argument("--per-device", default=1, type=int, metavar="N", help="runs at once on each GPU, or on the CPU [1]")
-    hidden = dict.fromkeys(names_with(Role.STUDY) - {"runs_dir"}, argparse.SUPPRESS)
+    hidden = dict.fromkeys(names_with(Role.STUDY) - {"runs_dir"} | {"workers_schedule"}, argparse.SUPPRESS)
     add_flags(parser, {**hidden, "workers": "The number of workers to rehearse."})
 
 
@@ -86,20 +86,9 @@ def make_rehearsal(
     task: str, options: Mapping[str, Any], *, seeds: tuple[int, ...] = (0, 1, 2), margin: float = 0.005
 ) -> tuple[Study, int]:
     """The study to run, and N. Raises a UsageError for options that cannot be rehearsed."""
-    for key in options:
-        if key in names_with(Role.STUDY):
-            raise UsageError(f"{flag(key)} cannot be given: rehearse sets it" + ("; use --seeds" if key == "seed" else ""))
     if not margin > 0 or not math.isfinite(margin):
         raise UsageError(f"--margin is {margin}: it must be a positive number, such as 0.005")
-    asked = check_options(options)
-    workers = asked.pop("workers", None)
-    if workers is None:
-        raise UsageError("rehearse needs --workers: the number of workers to rehearse")
-    parts = asked.get("virtual_workers") or workers
-    if parts == 1:
-        raise UsageError("--workers is 1: there is nothing to rehearse; give two or more")
-    if parts < workers:
-        raise UsageError(f"--virtual-workers {parts} is less than --workers {workers}: each worker needs at least one part")
+    asked, workers, parts = _check(options)
     reference_batch = asked.get("reference_batch") or _task_default(task, asked, "reference_batch")
     if given := asked.get("batch_schedule", _task_default(task, asked, "batch_schedule")):
         asked["batch_schedule"] = given
@@ -141,6 +130,28 @@ def make_rehearsal(
     ), workers
 
 
+def _check(options: Mapping[str, Any]) -> tuple[dict[str, Any], int, int]:
+    """The options as asked, without the workers; N; and V."""
+    for key in options:
+        if key in names_with(Role.STUDY):
+            raise UsageError(f"{flag(key)} cannot be given: rehearse sets it" + ("; use --seeds" if key == "seed" else ""))
+    asked = check_options(options)
+    if asked.pop("workers_schedule", ""):
+        raise UsageError(
+            "rehearse trains all parts on one worker, so none can join: give --workers a number, and leave out"
+            " --workers-schedule"
+        )
+    workers = asked.pop("workers", None)
+    if workers is None:
+        raise UsageError("rehearse needs --workers: the number of workers to rehearse")
+    parts = asked.get("virtual_workers") or workers
+    if parts == 1:
+        raise UsageError("--workers is 1: there is nothing to rehearse; give two or more")
+    if parts < workers:
+        raise UsageError(f"--virtual-workers {parts} is less than --workers {workers}: each worker needs at least one part")
+    return asked, workers, parts
+
+
 def nearest_recipe(batch: int) -> str | None:
     """The packaged recipe with the nearest global batch, by ratio; None if the nearest is not within a factor of 2.
 
@@ -158,7 +169,7 @@ def nearest_recipe(batch: int) -> str | None:
 
 def _largest(options: Mapping[str, Any]) -> int:
     """The largest batch of a schedule with given batches; 0 without one."""
-    return max((batch for _, batch in parse_batch_schedule(options.get("batch_schedule", ""))), default=0)
+    return largest_batch(parse_batch_schedule(options.get("batch_schedule", "")))
 
 
 def _growth(asked: Mapping[str, Any], large: Mapping[str, int], epochs: float, least: int) -> str:

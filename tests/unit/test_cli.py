@@ -395,7 +395,14 @@ def test_under_another_launcher_the_worker_that_failed_first_prints_its_error(ca
         ),
         (
             ("rehearse", "--help-all"),
-            ("TASK", "--recipe", "--seeds", "--margin", "--runs-dir", *map(flag, OPTIONS - names_with(Role.STUDY))),
+            (
+                "TASK",
+                "--recipe",
+                "--seeds",
+                "--margin",
+                "--runs-dir",
+                *map(flag, OPTIONS - names_with(Role.STUDY) - {"workers_schedule"}),
+            ),
         ),
     ],
 )

@@ -13,7 +13,7 @@ COMMON = names_with(Role.COMMON)
 HIDDEN = {
     "train": frozenset[str](),
     "advise": frozenset[str](),
-    "rehearse": names_with(Role.STUDY) - {"runs_dir"},
+    "rehearse": names_with(Role.STUDY) - {"runs_dir"} | {"workers_schedule"},
     "scale": names_with(Role.WHOLE_RUN) - {"mode"},  # its own --mode
 }
 

@@ -6,6 +6,7 @@ from paceline.errors import UsageError
 from paceline.phases import (
     batch_words,
     grow_batch,
+    largest_batch,
     make_phases,
     parse_batch_schedule,
     phases_of_auto,
@@ -106,3 +107,8 @@ def test_a_place_is_written_with_few_digits_and_found_again(samples):
 def test_phases_in_words():
     assert batch_words([1024, 2048, 4096, 8192]) == "1,024 to 8,192 in 4 phases"
     assert (batch_words([1024]), batch_words([])) == ("1,024", "")
+
+
+def test_the_largest_batch_need_not_be_the_last():
+    assert largest_batch(parse_batch_schedule("0:512 1:8192 9:1024"), 7) == 8192
+    assert (largest_batch((), 7), largest_batch(())) == (7, 0)

@@ -9,9 +9,9 @@ import pytest
 
 from paceline import cli, toml
 from paceline import rehearse as rehearsal
-from paceline.config import make_config
+from paceline.config import make_config, merge_options
 from paceline.rehearse import REFERENCE, make_rehearsal, nearest_recipe, verdict
-from paceline.study.study import list_runs
+from paceline.study.study import list_runs, read_base
 from paceline.toml import read_recipe
 
 TINY = ("--model", "linear", "--train-samples", "128", "--reference-batch", "16", "--epochs", "1", "--seeds", "2")
@@ -67,6 +67,12 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             ("--workers", "3", "--global-batch", "100"),
             "arm '3 workers as asked': a global batch of 100 does not divide",
         ),
+        (
+            ("--workers", "4", "--epochs", "2", "--batch-schedule", "0:64 3:512"),
+            "arm '4 workers as asked': --batch-schedule has a phase from epoch 3 on, but the run has 2 epochs",
+        ),
+        (("--workers", "4", "--workers-schedule", "0:1"), "rehearse trains all parts on one worker, so none can join"),
+        (("--workers", "auto", "--batch-schedule", "0:64 1:512"), "give --workers a number, and leave out --workers-schedule"),
         (("--workers", "4", "--recipe", "no.toml"), "cannot read recipe no.toml"),
     ],
 )
@@ -90,6 +96,15 @@ def test_the_arms_differ_only_in_their_workers(package):
     assert (reference.pop("virtual_workers"), reference.pop("global_batch")) == (1, 128)
     assert (large.pop("virtual_workers"), large.pop("global_batch")) == (64, 8192)
     assert reference == large == {"base_lr": 0.1, "model": "resnet", "epochs": 9}
+
+
+def test_a_number_of_workers_replaces_the_schedule_of_a_recipe(package, mistake):
+    package()
+    Path("r.toml").write_text('workers_schedule = "0:1 1:2"\n')
+    options = merge_options(read_base("r.toml"), {"workers": 4})
+    study, _ = make_rehearsal("fashion-mnist-mini", options)
+    assert not any("workers_schedule" in arm.options for arm in study.arms)
+    assert "so none can join" in mistake("rehearse", "fashion-mnist-mini", "--recipe", "r.toml")
 
 
 def test_the_nearest_recipe_is_an_arm_with_the_users_model_and_epochs(package):

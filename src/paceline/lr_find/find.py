@@ -110,6 +110,7 @@ def _report(task: str, folder: Path, found: Mapping[str, Any], sweep: Mapping[st
         "advice": None if advice is None else {**asdict(advice), "base_lr": base_lr},
         "points": [asdict(point) for point in points],
         "contract": contract,
+        **found["grows"],
         "environment": environment(),
     }
     try:
@@ -122,6 +123,8 @@ def _report(task: str, folder: Path, found: Mapping[str, Any], sweep: Mapping[st
     print(_table(points))
     ended = f"the loss exploded at {points[-1].lr:.3g}" if found["exploded"] else f"all {plural(len(points), 'step')} done"
     print(f"{ended}; curve in {folder / PICTURE}, numbers in {folder / FILE}")
+    if found["grows"]:
+        print(_say_swept(contract["global_batch"], **found["grows"]))
     if advice is None:
         raise PacelineError(
             f"no recommendation: the smoothed loss did not fall by 10% between {points[0].lr:.3g} and {points[-1].lr:.3g};"
@@ -130,6 +133,13 @@ def _report(task: str, folder: Path, found: Mapping[str, Any], sweep: Mapping[st
     print(_say(advice, base_lr, contract, found["own"]))
     if advice.warning:
         print(f"note: {advice.warning}")
+
+
+def _say_swept(global_batch: int, batch_schedule: str, batch_lr_power: float) -> str:
+    return (
+        f"all steps had a global batch of {global_batch}, the largest of --batch-schedule {batch_schedule}; for smaller"
+        f" batches a run scales the learning rate (--batch-lr-power {batch_lr_power:g})"
+    )
 
 
 def _say(advice: Advice, base_lr: float | None, contract: Mapping[str, Any], own: bool) -> str:

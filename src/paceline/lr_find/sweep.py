@@ -19,6 +19,7 @@ from paceline.dist.world import world
 from paceline.errors import UsageError
 from paceline.loading import load_rest
 from paceline.lr_find.rule import Point, Smoother
+from paceline.phases import check_largest, largest_batch, parse_batch_schedule
 from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.meter import Meter
@@ -36,10 +37,16 @@ def sweep_here(task_name: str, options: Mapping[str, Any], first: float, last: f
             task = replace(task, schedule=None)
         config = replace(config, schedule="constant", schedule_by="step", warmup_epochs=0.0, warmup_steps=0)
         config = replace(config, local_steps=0, ema=0.0, max_steps=0)
+        pairs = parse_batch_schedule(config.batch_schedule)
+        check_largest(pairs, config.global_batch)
+        kept = ("batch_schedule", "batch_lr_power") if config.batch_schedule else ()
+        grows = {name: getattr(config, name) for name in kept}
+        # All steps have the largest batch: a run's peak learning rate is the one there.
+        config = replace(config, batch_schedule="", global_batch=largest_batch(pairs) or config.global_batch)
         with deterministic(config.reduce == "exact"), build(task, config, here) as run:
             points, exploded = sweep(run, first, last, steps)
         found = {"points": points, "exploded": exploded, "contract": run.contract.as_dict(), "own": config.optimizer == OWN}
-        return found if here.is_main else None
+        return {**found, "grows": grows} if here.is_main else None
 
 
 def sweep(run: Run, first: float, last: float, steps: int) -> tuple[list[Point], bool]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline.core.sampler import Sampler
 from paceline.errors import UsageError
-from paceline.phases import Phase, check_starts, is_auto, make_phases, parse_batch_schedule, write_batch_schedule
+from paceline.phases import Phase, check_starts, is_auto, largest_batch, make_phases, parse_batch_schedule, write_batch_schedule
 from paceline.plan.draws import bars
 from paceline.plan.links import Array
 from paceline.plan.model import Model, Step, slowest_samples
@@ -101,7 +101,7 @@ def find_schedule(
     pairs = parse_batch_schedule(text) or [(phase.start, phase.global_batch) for phase in measured.phases]
     check_starts(pairs, epochs)
     parts = virtual_workers or (measured.virtual_workers if measured.virtual_workers > 1 else most)
-    largest = max(batch for _, batch in pairs)
+    largest = largest_batch(pairs)
     if largest % parts:
         raise UsageError(
             f"the largest batch of --batch-schedule, {largest:,}, does not divide into {parts:,} equal parts: use"

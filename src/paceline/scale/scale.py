@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, flag, make_config, merge_options, names_with
+from paceline.config import Config, check_options, flag, make_config, merge_options, names_with
 from paceline.dist.launch import WorkerFailed, launch
 from paceline.dist.place import core_count, read_place
 from paceline.errors import RecordError, UsageError, reason
@@ -23,6 +23,7 @@ from paceline.files import read_json, write_json
 from paceline.flags import to_flags
 from paceline.options import Role
 from paceline.output import is_terminal, plural
+from paceline.phases import check_largest, largest_batch, parse_batch_schedule
 from paceline.records import environment, name_for
 from paceline.scale.verdict import table, verdict
 from paceline.toml import read_recipe
@@ -49,6 +50,7 @@ def scale_verb(given: Mapping[str, Any]) -> int:
     found = _check_folder(folder, task, how["mode"])
     nodes = int(options.get("nodes", 1))
     every = _mode_options(options, how["mode"], max(counts) * nodes, found)
+    _say_batch(options, every)
     os.environ.setdefault("OMP_NUM_THREADS", str(_threads(max(counts), found, folder)))
     with _bar(counts) as each:
         for count in each:
@@ -95,7 +97,10 @@ def _measure_world(task: str, options: Mapping[str, Any], how: Mapping[str, Any]
         raise UsageError(f"--workers is {said}, but {place.launcher} has started {place.size}: leave it out")
     folder = _folder(task, options)
     found = {} if ours else _check_folder(folder, task, how["mode"])
-    measured = measure_here(task, _mode_options(options, how["mode"], place.size, found), how)
+    every = _mode_options(options, how["mode"], place.size, found)
+    if place.rank == 0:
+        _say_batch(options, every)
+    measured = measure_here(task, every, how)
     if place.rank == 0 and measured is not None:
         _write(folder, task, how["mode"], measured)
         if not ours:
@@ -105,7 +110,7 @@ def _measure_world(task: str, options: Mapping[str, Any], how: Mapping[str, Any]
 
 def _of_recipe(options: Mapping[str, Any], mode: str) -> dict[str, Any]:
     """The options of a training recipe that apply to scale."""
-    without = names_with(Role.WHOLE_RUN).union(_STEP if mode == "weak" else ())
+    without = names_with(Role.WHOLE_RUN).union((*_STEP, "batch_schedule") if mode == "weak" else ())
     return {name: value for name, value in options.items() if name not in without}
 
 
@@ -144,6 +149,11 @@ def _check(options: Mapping[str, Any], how: Mapping[str, Any]) -> None:
             "--mode weak gives each worker one part of --reference-batch samples: use that flag, or --mode strong, which keeps"
             " --global-batch and --virtual-workers the same for every number of workers"
         )
+    if how["mode"] == "weak" and check_options(options).get("batch_schedule"):
+        raise UsageError(
+            "--mode weak gives each worker the same number of samples in every step: leave out --batch-schedule, or use"
+            " --mode strong, which measures its largest batch"
+        )
     if how["windows"] < 3:
         raise UsageError(f"--windows is {how['windows']}: it must be at least 3")
     if not 0.05 <= how["window_s"] <= 600:
@@ -152,14 +162,29 @@ def _check(options: Mapping[str, Any], how: Mapping[str, Any]) -> None:
 
 
 def _mode_options(options: Mapping[str, Any], mode: str, most: int, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of each count's run. `most` is the largest number of workers; a record that is continued keeps its batch."""
+    """The options of each count's run: a constant batch, the largest one of a schedule.
+
+    `most` is the largest number of workers; a record that is continued keeps its batch.
+    """
     if mode == "weak":
         return dict(options)
     before = found["counts"][0] if found.get("counts") else {}
     parts = int(options.get("virtual_workers") or before.get("virtual_workers") or most)
     reference = int(options.get("reference_batch", Config.reference_batch))
-    batch = options.get("global_batch") or before.get("global_batch") or reference * parts
-    return {**options, "virtual_workers": parts, "global_batch": batch}
+    given = check_options(options)
+    pairs = parse_batch_schedule(given.get("batch_schedule", ""))
+    check_largest(pairs, given.get("global_batch"))
+    batch = given.get("global_batch") or largest_batch(pairs) or before.get("global_batch") or reference * parts
+    kept = {name: value for name, value in options.items() if name != "batch_schedule"}
+    return {**kept, "virtual_workers": parts, "global_batch": batch}
+
+
+def _say_batch(options: Mapping[str, Any], every: Mapping[str, Any]) -> None:
+    """Say which batch of a schedule is measured."""
+    schedule = check_options(options).get("batch_schedule")
+    if schedule:
+        batch = every["global_batch"]
+        print(f"measuring a constant global batch of {batch}, the largest of --batch-schedule {schedule}", flush=True)
 
 
 def _measure_there(task: str, options: Mapping[str, Any], how: Mapping[str, Any]) -> None:

@@ -40,6 +40,7 @@ def measure_here(task_name: str, options: Mapping[str, Any], how: Mapping[str, A
     load_rest()
     with world(options.get("backend", "auto"), float(options.get("timeout_s", 600.0))) as here:
         task, config = tasks.resolve(task_name, options)
+        config = replace(config, batch_schedule="")  # a task's defaults may have one
         with deterministic(config.reduce == "exact"):
             found = measure(lambda profile: build(task, replace(config, profile=profile), here), how)
         return {**found, "unit": task.unit} if here.is_main else None

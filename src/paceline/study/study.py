@@ -27,9 +27,9 @@ from typing import Any
 from paceline.config import Config, check_options, merge_options, names_with
 from paceline.dist.place import read_place
 from paceline.errors import UsageError, unknown
-from paceline.joins import most_workers
+from paceline.joins import is_auto, most_workers
 from paceline.options import Role
-from paceline.phases import check_largest, make_phases, parse_batch_schedule, resize_batch_schedule
+from paceline.phases import largest_batch, parse_batch_schedule, resize_batch_schedule
 from paceline.settings import parse_setting
 from paceline.study.results import read_results, table
 from paceline.study.runs import RunSpec
@@ -190,6 +190,9 @@ def is_built_in(task: str) -> bool:
     return ".py" not in task and ":" not in task
 
 
+_NOT_IN_MINI = ("workers", "workers_schedule", "data_dir", "max_steps")
+
+
 def shrink(study: Study) -> Study:
     """A tiny version of a study that checks in a minute on a CPU that every arm's options work. Its results mean nothing.
 
@@ -200,7 +203,7 @@ def shrink(study: Study) -> Study:
     own = not is_built_in(study.task)
     arms = []
     for arm in study.arms:
-        options = {name: value for name, value in arm.options.items() if name not in ("workers", "data_dir", "max_steps")}
+        options = {name: value for name, value in arm.options.items() if name not in _NOT_IN_MINI}
         batches = _small_batches(arm.options)
         options |= {**batches, "epochs": 1, "checkpoint_every": "0", "precision": "auto", "fast": "auto"}
         samples = min(6000, 3 * batches["global_batch"])
@@ -218,10 +221,8 @@ def shrink(study: Study) -> Study:
 
 def list_runs(study: Study) -> list[RunSpec]:
     """All runs, seed by seed, so that a study that is cut short has all arms. Checks each arm's options first."""
-    from paceline.core.deal import check_parts
-    from paceline.core.sampler import check_divides
     from paceline.training import tasks
-    from paceline.training.terms import check_comparable
+    from paceline.training.terms import settle_batch
 
     resolved: dict[str, dict[str, Any]] = {}
     given: dict[str, dict[str, Any]] = {}
@@ -231,15 +232,13 @@ def list_runs(study: Study) -> list[RunSpec]:
             task, config = tasks.resolve(study.task, arm.options)
             if task.validation is None:
                 raise UsageError(f"task {task.name} has no validation data, so nothing can be compared: give it validation=...")
-            workers = config.workers or most_workers(config.workers_schedule) or 1
-            parts = config.virtual_workers or workers
-            check_parts(parts, workers)
-            pairs = parse_batch_schedule(config.batch_schedule)
-            check_largest(pairs, config.global_batch)
-            largest = max((batch for _, batch in pairs), default=config.reference_batch * parts)
-            check_divides(config.global_batch or largest, parts)
-            make_phases(pairs, parts, config.smallest_part)
-            check_comparable(config, parts)
+            joining = config.workers_schedule
+            if is_auto(joining) and not (config.virtual_workers or most_workers(joining)):
+                raise UsageError(
+                    "--workers auto: this machine's devices would decide how many virtual workers there are, and so the"
+                    " model: give --virtual-workers"
+                )
+            settle_batch(config, config.workers or 1)
             resolved[arm.name], given[arm.name] = vars(config), _with_settings(arm.options, config)
     return [
         RunSpec(arm.name, seed, f"{arm.slug}-seed{seed}", study.task, given[arm.name], {**resolved[arm.name], "seed": seed})
@@ -257,9 +256,10 @@ def _small_batches(options: Mapping[str, Any]) -> dict[str, Any]:
     config = check_options({"reference_batch": Config.reference_batch, **options})
     schedule = str(config.get("batch_schedule") or "")
     pairs = parse_batch_schedule(schedule)
-    parts = int(config.get("virtual_workers") or config.get("workers") or 1)
+    most = most_workers(config.get("workers_schedule", ""))
+    parts = int(config.get("virtual_workers") or config.get("workers") or most or 1)
     reference = int(config["reference_batch"])
-    large = int(config.get("global_batch") or max((batch for _, batch in pairs), default=reference * parts))
+    large = int(config.get("global_batch") or largest_batch(pairs, reference * parts))
     accumulate = int(config.get("accumulate", 1))
     small = parts * max(4, accumulate, large // 32 // parts)
     found = {"virtual_workers": parts, "global_batch": small, "reference_batch": max(1, round(reference * small / large))}

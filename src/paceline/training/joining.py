@@ -20,7 +20,7 @@ from paceline.dist.world import count_gpus
 from paceline.errors import UsageError
 from paceline.joins import AUTO, Spot, check_fits, count_workers, is_auto, most_workers
 from paceline.output import plural
-from paceline.phases import parse_batch_schedule, phases_of_auto
+from paceline.phases import largest_batch, parse_batch_schedule, phases_of_auto
 from paceline.training.build import Run
 from paceline.training.checkpoint.file import read_facts
 
@@ -140,7 +140,7 @@ def _first_batches(options: Mapping[str, Any], parts: int) -> tuple[int, int]:
     text = given.get("batch_schedule", "")
     pairs = parse_batch_schedule(text)
     if pairs:
-        return pairs[0][1], max(batch for _, batch in pairs)
+        return pairs[0][1], largest_batch(pairs)
     if not text:
         return 0, 0
     largest = given.get("global_batch") or given.get("reference_batch", Config.reference_batch) * parts

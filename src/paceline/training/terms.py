@@ -1,7 +1,6 @@
 """Work out a run's contract: its steps, learning rates and workers, from the configuration, the world and the data."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from paceline.config import Config
@@ -13,7 +12,7 @@ from paceline.dist.world import World, describe_devices
 from paceline.errors import UsageError
 from paceline.joins import Spot, check_fits, count_workers, describe_schedule, is_auto, most_workers
 from paceline.output import plural
-from paceline.phases import Phase, check_largest, check_starts, make_phases, parse_batch_schedule, phases_of_auto
+from paceline.phases import Phase, check_largest, check_starts, largest_batch, make_phases, parse_batch_schedule, phases_of_auto
 from paceline.settings import write_setting
 
 
@@ -21,29 +20,30 @@ def make_steps(
     config: Config, world: World, samples: int, weights: Any = None, dealt: bool = False
 ) -> tuple[Sampler, Schedule]:
     """The steps and learning rates that follow from the configuration, the number of workers and the number of samples."""
-    parts = config.virtual_workers or most_workers(config.workers_schedule) or world.size
-    check_parts(parts, world.size)
-    check_fits(config.workers_schedule, parts, config.epochs)
-    if is_auto(config.workers_schedule) and not config.batch_schedule:
-        raise UsageError("--workers auto follows --batch-schedule, which is not given: give it, or a number of workers")
-    check_comparable(config, parts)
-    pairs = parse_batch_schedule(config.batch_schedule)
-    check_largest(pairs, config.global_batch)
-    global_batch = config.global_batch or max((batch for _, batch in pairs), default=config.reference_batch * parts)
-    phases: tuple[Phase, ...] = ()
-    if config.batch_schedule:
-        check_divides(global_batch, parts)
-        phases = _make_phases(config, pairs, global_batch, parts)
+    global_batch, parts, phases = settle_batch(config, world.size)
     sampler = Sampler(samples, global_batch, parts, config.seed, weights, dealt, phases)
     return sampler, make_schedule(config, sampler)
 
 
-def _make_phases(config: Config, pairs: Sequence[tuple[float, int]], global_batch: int, parts: int) -> tuple[Phase, ...]:
-    """The phases of `--batch-schedule`; for auto, the first one."""
+def settle_batch(config: Config, workers: int) -> tuple[int, int, tuple[Phase, ...]]:
+    """The largest global batch, V, and the phases of `--batch-schedule`: for auto the first one, without a schedule none.
+
+    Raises a UsageError for options that no data could be trained with. A study calls this for each arm before its first run.
+    """
+    parts = config.virtual_workers or most_workers(config.workers_schedule) or workers
+    check_parts(parts, workers)
+    check_fits(config.workers_schedule, parts, config.epochs)
+    if is_auto(config.workers_schedule) and not config.batch_schedule:
+        raise UsageError("--workers auto follows --batch-schedule, which is not given: give it, or a number of workers")
+    _check_comparable(config, parts)
+    pairs = parse_batch_schedule(config.batch_schedule)
+    check_largest(pairs, config.global_batch)
+    global_batch = config.global_batch or largest_batch(pairs, config.reference_batch * parts)
+    check_divides(global_batch, parts)
     check_starts(pairs, config.epochs)
-    if pairs:
-        return make_phases(pairs, parts, config.smallest_part)
-    return phases_of_auto(config.batch_schedule, global_batch, parts, config.smallest_part)[:1]
+    if pairs or not config.batch_schedule:
+        return global_batch, parts, make_phases(pairs, parts, config.smallest_part)
+    return global_batch, parts, phases_of_auto(config.batch_schedule, global_batch, parts, config.smallest_part)[:1]
 
 
 def describe_phases(config: Config, world: World, sampler: Sampler, schedule: Schedule) -> tuple[dict[str, Any], ...]:
@@ -116,7 +116,7 @@ def _times(ratio: float) -> str:
     return f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
 
 
-def check_comparable(config: Config, parts: int) -> None:
+def _check_comparable(config: Config, parts: int) -> None:
     """A UsageError where an option needs several parts per step and there is only one."""
     if parts == 1 and (config.measure_noise or config.lr_rule == "adascale"):
         asks = "--measure-noise" if config.measure_noise else "--lr-rule adascale"

@@ -265,6 +265,8 @@ def test_warm_up_in_steps_replaces_warm_up_in_epochs():
         ({"virtual_workers": 64}, (64, 256, 4)),
         ({"virtual_workers": 64, "global_batch": 512}, (64, 256, 64)),  # parts of 4; k stays 4
         ({"workers": 8, "global_batch": 8192}, (8, 256, 4)),
+        ({"workers_schedule": "0:1 5:8", "global_batch": 8192}, (8, 256, 4)),
+        ({"workers_schedule": "auto:8", "batch_schedule": "0:1024 1:8192"}, (8, 256, 4)),
         ({"virtual_workers": 2, "accumulate": 8}, (2, 16, 8)),
         ({"global_batch": "16384", "reference_batch": 512}, (1, 512, 16)),
     ],
@@ -273,7 +275,8 @@ def test_mini_divides_the_batches_by_32_and_keeps_v_and_k(options, batches):
     study = Study(name="s", source="s", task="fashion-mnist", seeds=(3, 4), arms=(Arm(name="a", options=options),))
     (arm,) = shrink(study).arms
     assert tuple(arm.options[name] for name in ("virtual_workers", "global_batch", "reference_batch")) == batches
-    assert "workers" not in arm.options
+    assert not {"workers", "workers_schedule"} & set(arm.options)
+    assert list_runs(shrink(study))  # this checks the arm
     assert shrink(study).seeds == (3,)
     assert arm.options["train_samples"] == 3 * batches[1]
 
@@ -299,14 +302,20 @@ def test_mini_keeps_the_phases_of_a_batch_schedule(options, found):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "words"),
+    ("options", "words"),
     [
-        ("0:100 1:512", "the global batch of 100 from epoch 0 on does not divide into 3 equal parts"),
-        ("0:96 1:511", "a global batch of 511 does not divide"),
+        ({"batch_schedule": "0:100 1:512"}, "the global batch of 100 from epoch 0 on does not divide into 3 equal parts"),
+        ({"batch_schedule": "0:96 1:511"}, "a global batch of 511 does not divide"),
+        ({"batch_schedule": "0:64 3:512", "epochs": 2}, "a phase from epoch 3 on, but the run has 2 epochs"),
+        ({"batch_schedule": "auto", "virtual_workers": 1}, "use --virtual-workers 2 or more"),
+        ({"batch_schedule": "auto:300", "global_batch": 1024}, "not 300 times a power of 2: use --global-batch 1200"),
+        ({"workers_schedule": "0:1 3:2", "epochs": 2}, "2 workers from epoch 3 on, but the run has 2 epochs"),
+        ({"workers": "auto", "batch_schedule": "0:64 1:512", "virtual_workers": None}, "give --virtual-workers"),
+        ({"workers_schedule": "auto"}, "--workers auto follows --batch-schedule, which is not given"),
     ],
 )
-def test_a_batch_schedule_is_checked_before_anything_is_trained(schedule, words):
-    arm = Arm(name="a", options={"batch_schedule": schedule, "virtual_workers": 8})
+def test_a_schedule_is_checked_before_anything_is_trained(options, words):
+    arm = Arm(name="a", options={"virtual_workers": 8, **options})
     study = Study(name="s", source="s", task="fashion-mnist", seeds=(3,), reference="a", arms=(arm,))
     with pytest.raises(UsageError, match=words):
         list_runs(study)
