@@ -42,6 +42,13 @@ def count_micros(accumulate: int, part_batch: int) -> int:
     return max(1, min(accumulate, part_batch // 2))
 
 
+def deal_all(parts: int, workers: int, at_once: int, whole_groups: bool, compares: bool) -> list[list[range]]:
+    """Every worker's groups (`deal_parts`). `compares`: the gradients of passes are compared, for the noise scale."""
+    if compares and (whole_groups or workers == 1):
+        at_once = min(at_once, max(1, -(-parts // 2)))  # one pass would leave nothing to compare
+    return [deal_parts(parts, workers, rank, at_once, whole_groups) for rank in range(workers)]
+
+
 def deal_parts(parts: int, workers: int, rank: int, at_once: int, whole_groups: bool) -> list[range]:
     """This worker's parts, in groups that run in one pass. Workers of high rank get none if there are too few for all.
 

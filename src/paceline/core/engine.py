@@ -226,8 +226,8 @@ class Engine:
 
     @property
     def reduces_apart(self) -> bool:
-        """`reduce` talks to other workers, beyond what DDP did within the backward pass."""
-        return self._world.size > 1 and (self._reducer is not None or self._measured is not None)
+        """`reduce` talks to other workers, beyond what DDP did within the backward pass; without a part there was none."""
+        return self._world.size > 1 and (not self._unfinished or self._reducer is not None or self._measured is not None)
 
     def _check_weighted(self, weighted: bool) -> None:
         """Raise a UsageError if only some passes of a step have a weight, or if a weight has no meaning here."""

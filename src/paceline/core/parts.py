@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.batches import Dealt, data_of, plan_batches, with_batches
-from paceline.core.deal import Pass, check_parts, cut_epoch, deal_parts
+from paceline.core.deal import Pass, check_parts, cut_epoch, deal_all
 from paceline.core.determinism import set_deterministic
 from paceline.core.engine import Engine
 from paceline.core.exact_mean import Chunks, check_names, lay_out, mean_over_workers
@@ -104,7 +104,8 @@ class Parts:
         self.exact, self._accumulate = reduce == "exact", accumulate
         if self.exact:
             set_deterministic()
-        self._at_once, self._measures_noise = self._group(at_once), measure_noise
+        self.at_once, self._measures_noise = self._group(at_once), measure_noise
+        """`at_once`: parts in a pass, at most."""
         self._dealt: dict[int, list[list[range]]] = {}
         """Every worker's groups, by the number of parts."""
         if not all(self._deal(parts)):
@@ -153,10 +154,7 @@ class Parts:
     def _deal(self, parts: int) -> list[list[range]]:
         """Every worker's groups."""
         if parts not in self._dealt:
-            at_once, workers = self._at_once, self.world.size
-            if self._measures_noise and (self.exact or workers == 1):
-                at_once = min(at_once, max(1, -(-parts // 2)))  # one pass would leave nothing to compare
-            self._dealt[parts] = [deal_parts(parts, workers, rank, at_once, self.exact) for rank in range(workers)]
+            self._dealt[parts] = deal_all(parts, self.world.size, self.at_once, self.exact, self._measures_noise)
         return self._dealt[parts]
 
     def switch(self, phase: Phase) -> None:

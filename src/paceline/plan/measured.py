@@ -22,8 +22,9 @@ from paceline.plan.fields import BadField, load, number, own_flags, table_of, ta
 from paceline.plan.lag import expected_lag
 from paceline.plan.links import Timing
 from paceline.plan.points import Bucket, Measured, Point, Run
-from paceline.plan.stretches import Stretch, read_phases, split_rows
+from paceline.plan.stretches import Stretch, read_phases, settle_workers, split_rows
 from paceline.plan.tradeoff import read_noise_scale
+from paceline.plan.words import count_words, list_words
 from paceline.records import COMPONENTS, read_metrics, unit_of, with_new_names
 from paceline.spread import deviation, mean, median
 from paceline.toml import read_toml
@@ -166,11 +167,13 @@ def _read_training(path: Path) -> Measured:
         contract = table_of(about, "contract")
         workers, batch, nodes = (whole({"nodes": 1, **contract}, name) for name in ("workers", "global_batch", "nodes"))
         parameters = whole({"parameters": 0, **contract}, "parameters", least=0)
-        cores, planned, virtual_workers = _cores(contract, about), _planned_run(contract), _virtual_workers(contract)
+        planned, virtual_workers = _planned_run(contract), _virtual_workers(contract)
     except _BROKEN as error:
         raise RecordError(f"{path}/environment.json has no complete contract ({words(error)}): {remedy}") from None
     try:
-        rows = read_metrics(path)
+        rows, contract, others = settle_workers(read_metrics(path), contract)
+        workers, nodes = (whole({"nodes": 1, **contract}, name) for name in ("workers", "nodes"))
+        cores = _cores(contract, about)
         health = [row for row in rows if row.get("kind") == "health" and isinstance(row.get("components_s"), Mapping)]
         phases = read_phases(rows, contract)
         run, epochs = _done_run(rows, contract, phases) or planned, _epochs_done(rows) or _epochs(contract)
@@ -208,7 +211,7 @@ def _read_training(path: Path) -> Measured:
         backend=str(contract.get("backend", "")),
         run=run,
         noise=read_noise_scale(rows),
-        assumed=_assumptions(workers, sizes, remedy),
+        assumed=_assumptions(workers, others, sizes, remedy),
         flags=flags,
         phases=phases,
         virtual_workers=virtual_workers,
@@ -218,11 +221,14 @@ def _read_training(path: Path) -> Measured:
     )
 
 
-def _assumptions(workers: int, sizes: Sequence[int], remedy: str) -> tuple[str, ...]:
-    """What a prediction from a training run assumes. `sizes`: the gradient bytes that its health rows say."""
+def _assumptions(workers: int, others: Sequence[int], sizes: Sequence[int], remedy: str) -> tuple[str, ...]:
+    """What a prediction from a training run assumes. `others`: numbers of workers that it had, too. `sizes`: the gradient bytes
+    that its health rows say."""
     assumed = [
         f"the forward pass takes a third of compute, and gradients become ready at an even rate after it ({remedy} to know)"
     ]
+    if others:
+        assumed.append(f"steps are those with {count_words(workers)}; the run also had {list_words(others)}")
     if not sizes:
         assumed.append("gradients have 4 bytes per parameter")
     if workers == 1:

@@ -1,10 +1,11 @@
-"""The phases of a record whose batch changed (`--batch-schedule`), and the rows that belong to each.
+"""The phases of a record whose batch changed (`--batch-schedule`), or whose workers did, and the rows that belong to each.
 
 A `phase` row marks the first step of a phase. A health row is about the steps since the last look: with `steps` it says how
 many; in older records, since the last health row or the start of the epoch. It counts only if all its steps are in one phase.
 """
 
 import bisect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,27 @@ class Stretch:
     def samples(self, workers: int) -> int:
         """The samples of the worker with the most, in a full step."""
         return -(-self.phase.parts // workers) * self.phase.part_batch
+
+
+def settle_workers(rows: Sequence[Row], contract: Row) -> tuple[list[Row], Row, list[int]]:
+    """Of a run that continued on another number of workers, keep the number with most of the timed steps.
+
+    Returns the rows without those that timed others, the contract of these workers, and the other numbers of workers.
+    """
+    now, contracts, whose = contract, {}, []
+    timed: Counter[tuple[int, int]] = Counter()
+    for row in rows:
+        if row.get("kind") == "resume" and isinstance(row.get("contract"), Mapping):
+            now = {**contract, **row["contract"]}
+        whose.append((whole(now, "workers"), whole({"nodes": 1, **now}, "nodes")))
+        contracts[whose[-1]] = now
+        if row.get("kind") == "health":
+            timed[whose[-1]] += row.get("steps", 1)
+    if not timed:
+        return list(rows), contract, []
+    most = max(timed, key=lambda each: timed[each])
+    kept = [row for row, mine in zip(rows, whose, strict=True) if mine == most or row.get("kind") != "health"]
+    return kept, contracts[most], sorted({workers for workers, _ in timed} - {most[0]})
 
 
 def read_phases(rows: Sequence[Row], contract: Row) -> tuple[Phase, ...]:

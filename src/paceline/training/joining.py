@@ -23,6 +23,7 @@ from paceline.output import plural
 from paceline.phases import largest_batch, parse_batch_schedule, phases_of_auto
 from paceline.training.build import Run
 from paceline.training.checkpoint.file import read_facts
+from paceline.training.terms import spot_of
 
 _MANY = 10**9  # samples in an epoch, before the data is known: no later count begins at once
 
@@ -87,14 +88,7 @@ class Arrival:
 
 def spot_at(sampler: Sampler, step: int) -> Spot:
     """The place before a step."""
-    phase = sampler.phase_of(step)
-    return Spot(
-        done=sampler.samples_before(step),
-        samples=sampler.samples,
-        global_batch=phase.global_batch,
-        parts=phase.parts,
-        largest_batch=sampler.global_batch,
-    )
+    return spot_of(sampler, sampler.phase_of(step), sampler.samples_before(step))
 
 
 def settle_schedule(options: Mapping[str, Any], launched: Config) -> str:

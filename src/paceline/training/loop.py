@@ -67,7 +67,7 @@ def fit(
             branched=keeper.branched,
         )
         if resumed_at and is_auto(run.config.batch_schedule):
-            found = describe_phases(run.config, run.world, run.sampler, run.update.schedule)
+            found = describe_phases(run.config, run.world, run.sampler, run.update.schedule, run.parts.at_once)
             contract = replace(contract, phases=found, total_steps=run.update.schedule.total_steps)
         for observer in observers:
             observer.start(contract)

@@ -22,6 +22,11 @@ class Pace:
         """The length of the run, as it is known before the first step."""
         self.total, self._per_epoch = contract.total_steps, contract.steps_per_epoch
         self._epochs, self._samples = contract.epochs, contract.train_samples
+        first = 0
+        for phase in contract.phases:  # a run that continues within a phase is not told that it began
+            if first <= (contract.resumed_at or 0):
+                self._phase = {"step": first, "epoch": phase["start"], "global_batch": phase["global_batch"]}
+            first += phase["steps"]
 
     def phase(self, row: Row) -> None:
         """A phase begins: the run may now have another number of steps."""

@@ -1,19 +1,28 @@
 """Work out a run's contract: its steps, learning rates and workers, from the configuration, the world and the data."""
 
-import math
 from typing import Any
 
 from paceline.config import Config
 from paceline.contract import Contract
-from paceline.core.deal import check_parts, count_micros
+from paceline.core.deal import check_parts, count_micros, deal_all
 from paceline.core.sampler import Sampler, check_divides
 from paceline.core.schedules import Schedule, make_schedule
 from paceline.dist.world import World, describe_devices
 from paceline.errors import UsageError
 from paceline.joins import Spot, check_fits, count_workers, describe_schedule, is_auto, most_workers
 from paceline.output import plural
-from paceline.phases import Phase, check_largest, check_starts, largest_batch, make_phases, parse_batch_schedule, phases_of_auto
+from paceline.phases import (
+    Phase,
+    check_largest,
+    check_starts,
+    largest_batch,
+    make_phases,
+    parse_batch_schedule,
+    phases_of_auto,
+    place_of,
+)
 from paceline.settings import write_setting
+from paceline.training.grouping import measures_noise
 
 
 def make_steps(
@@ -46,17 +55,19 @@ def settle_batch(config: Config, workers: int) -> tuple[int, int, tuple[Phase, .
     return global_batch, parts, phases_of_auto(config.batch_schedule, global_batch, parts, config.smallest_part)[:1]
 
 
-def describe_phases(config: Config, world: World, sampler: Sampler, schedule: Schedule) -> tuple[dict[str, Any], ...]:
-    """What the contract says about each phase."""
+def describe_phases(
+    config: Config, world: World, sampler: Sampler, schedule: Schedule, at_once: int = 1
+) -> tuple[dict[str, Any], ...]:
+    """What the contract says about each phase. `at_once`: parts in a pass, which may be more per worker than an equal share."""
     if not config.batch_schedule:
         return ()
 
-    def workers(phase: Phase) -> int:
-        if not config.workers_schedule:
-            return world.size
-        done = math.ceil(phase.start * sampler.samples)
-        batches = {"global_batch": phase.global_batch, "parts": phase.parts, "largest_batch": sampler.global_batch}
-        return count_workers(config.workers_schedule, Spot(done=done, samples=sampler.samples, **batches))
+    def slowest(phase: Phase) -> int:
+        workers = world.size
+        if config.workers_schedule:
+            workers = count_workers(config.workers_schedule, spot_of(sampler, phase, place_of(phase.start, sampler.samples)))
+        dealt = deal_all(phase.parts, workers, at_once, config.reduce == "exact", measures_noise(config))
+        return max(sum(map(len, groups)) for groups in dealt) * phase.part_batch
 
     return tuple(
         {
@@ -66,9 +77,20 @@ def describe_phases(config: Config, world: World, sampler: Sampler, schedule: Sc
             "part_batch": phase.part_batch,
             "steps": steps,
             "peak_lr": schedule.peak_lr * (phase.global_batch / sampler.global_batch) ** config.batch_lr_power,
-            "samples_per_worker": -(-phase.parts // workers(phase)) * phase.part_batch,
+            "samples_per_worker": slowest(phase),
         }
         for phase, steps in zip(sampler.phases, sampler.count_by_phase(schedule.total_steps), strict=True)
+    )
+
+
+def spot_of(sampler: Sampler, phase: Phase, done: int) -> Spot:
+    """The place after this many samples, where this is the phase of the next step."""
+    return Spot(
+        done=done,
+        samples=sampler.samples,
+        global_batch=phase.global_batch,
+        parts=phase.parts,
+        largest_batch=sampler.global_batch,
     )
 
 
@@ -129,7 +151,7 @@ def _check_comparable(config: Config, parts: int) -> None:
 
 
 def make_contract(config: Config, world: World, sampler: Sampler, schedule: Schedule, about: dict[str, Any]) -> Contract:
-    """The contract. `about` holds the fields that the task, the data and the record supply: its own optimizer, too."""
+    """The contract. `about` holds the fields that other things supply: task, data, phases, record, an optimizer of its own."""
     rising = schedule.count_rising()
     by = "" if schedule.shape == "one-cycle" else f", by {schedule.by}"
     warmup = f"over {plural(rising, 'step')} from {schedule.warmup_from:.3g} of the peak{by}" if rising or not by else "none"
@@ -154,7 +176,6 @@ def make_contract(config: Config, world: World, sampler: Sampler, schedule: Sche
         "optimizer": describe_update(config),
         "schedule": f"{config.schedule} by {schedule.by}{_drop_words(schedule)}",
         "warmup": warmup,
-        "phases": describe_phases(config, world, sampler, schedule),
         "steps_per_epoch": schedule.steps_per_epoch,
         "epochs": config.epochs,
         "total_steps": schedule.total_steps,

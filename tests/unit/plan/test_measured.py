@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.measured import phased_step_s
 from paceline.errors import RecordError
 from paceline.plan.fields import own_flags
 from paceline.plan.measured import read_measured
@@ -210,3 +211,50 @@ def test_infinite_numbers_are_refused(make_scale: Make) -> None:
     for value in (10**400, 1e300):
         with pytest.raises(RecordError, match=r"samples_per_s is .*: it must be a number above 0"):
             read_measured(make_scale(samples_per_s=value))
+
+
+def _continue_on(record: Path, workers: int, after: int, slower: float = 2.0) -> None:
+    """From this epoch on the run has another number of workers, whose steps take longer."""
+    rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
+    at = next(i for i, row in enumerate(rows) if row["kind"] == "epoch" and row["epoch"] == after) + 1
+    for row in rows[at:]:
+        if row["kind"] == "health":
+            row["components_s"] = {name: slower * value for name, value in row["components_s"].items()}
+            row["samples_per_s"], row["step_s"] = row["samples_per_s"] / slower, row["step_s"] * slower
+    changed = {"workers": workers, "devices": f"{workers} workers sharing 1 x NVIDIA A100"}
+    resume = {"kind": "resume", "step": rows[at - 1]["step"], "validated": True, "contract": changed}
+    join = {"kind": "join", "step": rows[at - 1]["step"], "workers": workers, "was": 1, "join_s": 2.0}
+    rows[at:at] = [resume, join]
+    (record / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("after", "workers", "samples", "device", "other"),
+    [(4, 1, [512, 256], "NVIDIA H200", 4), (1, 4, [256, 128, 64], "NVIDIA A100", 1)],
+)
+def test_a_run_whose_workers_changed_is_read_as_one_with_most_of_the_steps(
+    make_phased: Make, after: int, workers: int, samples: list[int], device: str, other: int
+) -> None:
+    """Steps: 24 per epoch, then 12, then 6. A step of a phase takes as long as those of these workers alone."""
+    record = make_phased()
+    _continue_on(record, 4, after)
+    found = read_measured(record)
+    assert {point.workers for point in found.points} == {workers}
+    assert [point.samples for point in found.points] == samples
+    step_s = {batch: phased_step_s(batch) * (2 if workers == 4 else 1) for batch in (256, 512, 1024)}
+    assert all(point.step_s == pytest.approx(step_s[point.global_batch]) for point in found.points)
+    assert found.device == device
+    assert any(text.endswith(f"the run also had {other}") for text in found.assumed)
+
+
+def test_a_constant_run_whose_workers_changed_is_read_so_too(make_training: Make) -> None:
+    record = make_training()
+    before = read_measured(record)
+    rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
+    slow = [{**row, "samples_per_s": 1.0} for row in rows if row["kind"] == "health"]
+    resume = {"kind": "resume", "step": max(row.get("step", 0) for row in rows), "contract": {"workers": 2}}
+    with (record / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in (resume, *slow[:1]))
+    found = read_measured(record)
+    assert found.points == before.points
+    assert found.assumed[1] == "steps are those with 1 worker; the run also had 2"

@@ -13,6 +13,7 @@ from paceline.training.progress import Pace, phase_words
 # 100 samples, 2 epochs: 10 steps of 10, then 5 of 20.
 GROWING = SimpleNamespace(
     **{"total_steps": 15, "steps_per_epoch": 5, "epochs": 2, "train_samples": 100, "workers": 1, "record": "runs/x"},
+    **{"phases": (), "resumed_at": None},
     lines=lambda: [("task", "mine")],
 )
 STEP = {"step": 7, "epoch": 2, "lr": 0.2, "time_s": 3.5, "loss": 1.25}
@@ -65,6 +66,18 @@ def test_the_time_left_follows_from_the_samples():
     pace.phase(SECOND)
     assert pace.describe({**STEP, "step": 12, "epoch": 2, "time_s": 14.0}) == ("epoch 2, step", 12, 15, "6 s")
     assert pace.describe({**STEP, "step": 15, "epoch": 2, "time_s": 20.0}) == ("epoch 2, step", 15, 15, "0 s")
+
+
+@pytest.mark.parametrize("resumed_at", [10, 11])
+def test_a_run_that_continues_within_a_phase_knows_its_steps(resumed_at):
+    """It is not told that the phase began: the contract says so. The first phase has no step."""
+    lengths = [(0.0, 5, 0), (0.0, 10, 10), (1.0, 20, 5)]
+    phases = tuple({"start": start, "global_batch": batch, "steps": steps} for start, batch, steps in lengths)
+    pace = Pace()
+    pace.start(SimpleNamespace(**{**vars(GROWING), "phases": phases, "resumed_at": resumed_at}))
+    assert pace.describe({**STEP, "step": 12, "epoch": 2, "time_s": 14.0}) == ("epoch 2, step", 12, 15, "6 s")
+    pace.start(SimpleNamespace(**{**vars(GROWING), "phases": phases, "resumed_at": 4}))
+    assert pace.describe({**STEP, "step": 5, "epoch": 1, "time_s": 10.0}) == ("epoch 1, step", 5, 15, "30 s")
 
 
 def test_a_phase_changes_how_many_steps_there_are():

@@ -1,6 +1,7 @@
 """The numbers a run is about to use, worked out by hand."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from paceline.config import Config
 from paceline.contract import Contract
 from paceline.dist.world import World
 from paceline.errors import UsageError
-from paceline.training.terms import describe_batch, describe_idle, make_contract, make_steps
+from paceline.training.terms import describe_batch, describe_idle, describe_phases, make_contract, make_steps
 
 ABOUT = {
     "task": "mine",
@@ -43,6 +44,10 @@ def world(size: int = 1, launcher: str = "paceline") -> World:
 def contract(config: Config, here: World, samples: int = 60_000) -> Contract:
     sampler, schedule = make_steps(config, here, samples)
     return make_contract(config, here, sampler, schedule, ABOUT)
+
+
+def phases(config: Config, here: World, at_once: int = 1) -> tuple[dict[str, Any], ...]:
+    return describe_phases(config, here, *make_steps(config, here, 960), at_once)
 
 
 def test_the_default_batch_is_the_reference_for_each_worker():
@@ -202,9 +207,22 @@ def test_one_step_is_not_steps():
 def test_phases_say_what_the_busiest_worker_computes():
     """Three parts on two workers: one of them has two. With fewer parts, the second worker may have none."""
     config = Config(batch_schedule="0:24 1:96", virtual_workers=3, smallest_part=16, epochs=2)
-    first, second = contract(config, world(2), samples=960).phases
+    first, second = phases(config, world(2))
     assert (first["virtual_workers"], first["samples_per_worker"], first["steps"]) == (1, 24, 40)
     assert (second["virtual_workers"], second["samples_per_worker"], second["steps"]) == (3, 64, 10)
+
+
+def test_phases_know_that_exact_sums_deal_whole_groups():
+    """Eight parts in two groups of four: one of three workers has four parts, not three, and one has none."""
+    config = Config(batch_schedule="0:32 1:64", virtual_workers=8, smallest_part=4, epochs=2, reduce="exact")
+    assert [each["samples_per_worker"] for each in phases(config, world(3), at_once=4)] == [16, 32]
+    assert [each["samples_per_worker"] for each in phases(config, world(3))] == [12, 24]
+    assert [each["samples_per_worker"] for each in phases(replace(config, reduce="fast"), world(3), at_once=4)] == [12, 24]
+
+
+def test_phases_have_the_workers_of_their_time():
+    config = Config(batch_schedule="0:32 1:64", virtual_workers=8, smallest_part=4, epochs=2, workers_schedule="0:1 1:4")
+    assert [each["samples_per_worker"] for each in phases(config, world(1))] == [32, 16]
 
 
 def test_the_contract_counts_the_warm_up_of_a_growing_batch_in_its_steps():

@@ -224,15 +224,16 @@ class Split:
     forward_s: float
     backward_s: float
     compute_spread_s: float
-    """Standard deviation of a worker's compute over its steps, mean over workers."""
+    """Standard deviation of a worker's compute over its steps. Like the two above, a mean over the workers that have parts."""
     memory_bytes: np.ndarray
     core_wait: np.ndarray
     """The given `core_wait` of each worker."""
     steps: int
 
     def means(self) -> dict[str, float]:
-        """Each component, mean over workers."""
-        return {name: float(value) for name, value in zip(COMPONENTS, self.components_s.mean(0), strict=True)}
+        """Each component, mean over the workers that have parts: one without any waits for them."""
+        busy = self.components_s[_busy(self.components_s)]
+        return {name: float(value) for name, value in zip(COMPONENTS, busy.mean(0), strict=True)}
 
     def slowest(self) -> tuple[int | None, float]:
         """The slowest worker, and how much longer than it the median worker waits."""
@@ -265,16 +266,23 @@ def split_steps(timed: Sequence[Timed], world: World, core_wait: float = 0.0) ->
     if world.size > 1:
         dist.all_reduce(table)  # each row comes from one worker, so the sum is a gather
     found = table.cpu().numpy()
+    busy = found[_busy(found)]
     return Split(
         step_s=found[:, : len(COMPONENTS)].sum(1),
         components_s=found[:, : len(COMPONENTS)],
-        forward_s=float(found[:, 6].mean()),
-        backward_s=float(found[:, 7].mean()),
-        compute_spread_s=float(found[:, 8].mean()),
+        forward_s=float(busy[:, 6].mean()),
+        backward_s=float(busy[:, 7].mean()),
+        compute_spread_s=float(busy[:, 8].mean()),
         memory_bytes=found[:, 9],
         core_wait=found[:, 10],
         steps=len(timed),
     )
+
+
+def _busy(components_s: np.ndarray) -> np.ndarray:
+    """Which workers have parts, from their rows of components. Phases of a batch schedule can have fewer parts than workers."""
+    computes = components_s[:, COMPONENTS.index("compute")] > 0
+    return computes if computes.any() else ~computes
 
 
 def fill_up(components_s: Mapping[str, float], step_s: float) -> dict[str, float]:
