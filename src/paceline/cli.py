@@ -5,6 +5,7 @@ imports torch only when it runs.
 """
 
 import argparse
+import re
 import shutil
 import sys
 import textwrap
@@ -162,7 +163,10 @@ class Parser(argparse.ArgumentParser):
         """Raise the error for an argument that does not exist."""
         flags, name = self._option_string_actions, argument.partition("=")[0]
         see = f"{self.prog} {'--help-all' if '--help-all' in flags else '--help'}"
-        raise unknown_flag(name, flags, see) if name.startswith("-") else UsageError(f"unknown argument {name}: see {see}")
+        if name.startswith("-"):
+            raise unknown_flag(name, flags, see)
+        pair = re.fullmatch(r"[0-9.]+:[0-9]+,?", name)
+        raise UsageError(f"unknown argument {name}: " + ('put a schedule in quotes: "0:64 1:128"' if pair else f"see {see}"))
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 from paceline.hints import unknown_key
 from paceline.joins import AUTO, parse_workers_schedule
 from paceline.options import RemembersGiven, Role, convert, copied, option, option_of
-from paceline.phases import parse_batch_schedule
+from paceline.phases import largest_batch, parse_batch_schedule, write_batch_schedule
 from paceline.settings import Settings, make_settings
 from paceline.values import check_record_name, parse_every, parse_milestones
 from paceline.values import flag as flag
@@ -345,8 +345,8 @@ def make_config(*layers: Mapping[str, Any]) -> Config:
 def merge_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge layers of options; later layers win.
 
-    A warm-up in steps replaces one in epochs, and the other way around; so do a number of workers and a schedule of them.
-    Settings are merged key by key.
+    A warm-up in steps replaces one in epochs, and the other way around; so do a number of workers and a schedule of them. A
+    batch schedule brings its largest batch as the global batch. Settings are merged key by key.
     """
     merged: dict[str, Any] = {}
     for layer in map(_spell_out, layers):
@@ -357,6 +357,9 @@ def merge_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
         for name, other in (("workers", "workers_schedule"), ("workers_schedule", "workers")):
             if layer.get(name):
                 merged.pop(other, None)
+        if merged.get("global_batch") and layer.get("batch_schedule"):
+            pairs = parse_batch_schedule(write_batch_schedule(layer["batch_schedule"]))
+            merged["global_batch"] = largest_batch(pairs, merged["global_batch"])
         merged |= layer
         if len(settings) == 2:
             merged["set"] = {**settings[0], **settings[1]}

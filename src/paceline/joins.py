@@ -65,7 +65,8 @@ def write_workers_schedule(given: str | Sequence[tuple[float, int]] | Mapping[An
     if isinstance(given, str):
         return write_pairs(parse_workers_schedule(given)) or given
     text = write_pairs(given)
-    parse_workers_schedule(text)
+    if not parse_workers_schedule(text):
+        raise UsageError(f"--workers-schedule has no workers: {_RULE}")
     return text
 
 
@@ -89,8 +90,9 @@ def check_fits(text: str, parts: int, epochs: int | None = None) -> None:
     for start, count in parse_workers_schedule(text):
         if count > parts:
             raise UsageError(
-                f"--workers-schedule has {plural(count, 'worker')} from epoch {start:g} on, but there are"
-                f" {plural(parts, 'virtual worker')}: use at most {parts:,}, or more --virtual-workers"
+                f"--workers-schedule has {plural(count, 'worker')} from epoch {start:g} on, but there"
+                f" {'is' if parts == 1 else 'are'} {plural(parts, 'virtual worker')}: use at most {parts:,}, or more"
+                " --virtual-workers"
             )
         if epochs is not None and start >= epochs:
             raise UsageError(

@@ -227,7 +227,7 @@ def _batches(results: Mapping[str, Any], arm: str) -> str:
 def _reached(results: Mapping[str, Any], arm: str) -> str:
     """`0.9412 ± 0.0011 (n 3) in 189 steps`."""
     steps = step_words(results, arm)
-    return spread_words(final_values(results, arm), "n ") + (f" in {steps} steps" if steps != "-" else "")
+    return spread_words(final_values(results, arm), "n ") + ("" if steps == "-" else f" in {steps} step{'s' * (steps != '1')}")
 
 
 def _plain_verdict(found: Comparison, metric: str, margin: float) -> str:

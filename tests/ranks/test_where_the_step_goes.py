@@ -127,7 +127,7 @@ def test_parts_add_up_to_the_step(counts: dict[str, Any], fault: str) -> None:
     assert counts[fault]["forward_s"] + counts[fault]["backward_s"] == pytest.approx(counts[fault]["components_s"]["compute"])
 
 
-def _train_with_idle_worker(world: World) -> dict[str, list[dict[str, Any]]]:
+def _train_with_idle_worker(world: World) -> dict[str, tuple[list[dict[str, Any]], list[str]]]:
     """One part per step and two workers: worker 1 has none. Each of the other's passes takes a while."""
     torch.set_num_threads(1)
     plain = first_two(classify())
@@ -137,19 +137,22 @@ def _train_with_idle_worker(world: World) -> dict[str, list[dict[str, Any]]]:
         return plain(model, batch)
 
     options = {"batch_schedule": "0:4 1:8", "virtual_workers": 2, "smallest_part": 4, "epochs": 2, "global_batch": None}
-    return {
-        reduce: train_in(world, blobs(objective=slow), {**options, "reduce": reduce}).watcher.healths
-        for reduce in ("fast", "exact")
+    watchers = {
+        reduce: train_in(world, blobs(objective=slow), {**options, "reduce": reduce}).watcher for reduce in ("fast", "exact")
     }
+    return {reduce: (watcher.healths, watcher.notes) for reduce, watcher in watchers.items()}
 
 
 def test_an_idle_worker_waits_and_does_not_count_as_computing_nothing() -> None:
     told, _ = run_workers(_train_with_idle_worker, 2)
-    for healths in told.values():
+    for healths, notes in told.values():
         alone, both = healths[0], healths[-1]
+        assert any(note.startswith("2 workers are at most 1.3 times as fast as one") for note in notes), notes
         assert alone["components_s"]["compute"] > 0.8 * _DELAY_S, "not half of it, as a mean with the idle worker would be"
         assert alone["components_s"]["waiting"] < 0.2 * _DELAY_S
         assert (alone["slowest"], alone["lag_s"] > 0.8 * _DELAY_S) == (0, True), "the other waits meanwhile"
+        assert (alone["uneven"], alone["samples_per_worker"]) == (True, 4)
+        assert (both["uneven"], both["samples_per_worker"]) == (False, 4)
         assert both["components_s"]["compute"] > 0.8 * _DELAY_S
 
 

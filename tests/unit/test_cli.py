@@ -73,7 +73,8 @@ OPTIONS = frozenset(field.name for field in dataclasses.fields(Config))
         (("docter",), "unknown verb 'docter': did you mean 'doctor'?"),
         (("train", "fashion-mnist-mini", "--epoch", "3"), "unknown flag --epoch: did you mean --epochs?"),
         (("train", "fashion-mnist-mini", "--bse-lr=3"), "unknown flag --bse-lr: did you mean --base-lr?"),
-        (("train", "fashion-mnist-mini", "more"), "unknown argument more"),
+        (("train", "fashion-mnist-mini", "more"), "unknown argument more: see paceline train --help-all"),
+        (("train", "x", "--batch-schedule", "0:64", "0.5:128"), 'argument 0.5:128: put a schedule in quotes: "0:64 1:128"'),
         (("train", "fashion-mnst"), "unknown task 'fashion-mnst': did you mean 'fashion-mnist'?"),
         (
             ("train", "fashion-mnist-mini", "--schedule", "cosin"),

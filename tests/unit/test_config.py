@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.config import Config, check_options, flag, make_config
+from paceline.config import Config, check_options, flag, make_config, merge_options
 from paceline.errors import UsageError
 from paceline.flags import _docs, add_flags, to_flags
 from paceline.settings import Settings, fit_settings
@@ -380,3 +380,13 @@ def test_patience_needs_a_target() -> None:
 def test_a_choice_takes_one_value() -> None:
     with pytest.raises(UsageError, match=r"--tracker takes one value, not 'wandb,mlflow': choose one"):
         make_config({"tracker": "wandb,mlflow"})
+
+
+def test_a_batch_schedule_brings_its_global_batch():
+    """A recipe or a task may have another one. The schedule may be text or a table; auto keeps it."""
+    assert make_config({"global_batch": 32}, {"batch_schedule": "0:8 1:64"}).global_batch == 64
+    assert merge_options({"global_batch": 32}, {"batch_schedule": {"0": 8, "1": 64}})["global_batch"] == 64
+    assert make_config({"global_batch": 32}, {"batch_schedule": "auto"}).global_batch == 32
+    assert make_config({"batch_schedule": "0:8 1:64"}).global_batch is None
+    assert make_config({"global_batch": 32}, {"batch_schedule": "0:8 1:64", "global_batch": 48}).global_batch == 48
+    assert make_config({"global_batch": 32}, {"batch_schedule": "none"}).global_batch == 32

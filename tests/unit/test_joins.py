@@ -149,3 +149,8 @@ def test_auto_means_the_devices_of_this_node(monkeypatch):
 )
 def test_the_first_workers_of_a_new_run(schedule, options, workers):
     assert first_workers(options, Config(workers_schedule=schedule), None) == workers
+
+
+def test_a_schedule_without_workers_is_refused():
+    with pytest.raises(UsageError, match="--workers-schedule has no workers: it must be epoch:workers pairs"):
+        write_workers_schedule({})

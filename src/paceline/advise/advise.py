@@ -70,6 +70,8 @@ def advise(record: Path, *, cluster: str = "", speed: float = 1.0, runs_dir: str
     lines = [*_say_phases(facts), *_say_noise(facts), *warnings, "", _table(facts), ""]
     if facts.phased is not None:
         lines += ["the whole run, with its batch schedule:", phased_tables(facts.phased), ""]
+    chosen = facts.measured.chosen if facts.measured else ""
+    lines += [f"{chosen[0].upper()}{chosen[1:]}."] if chosen else []
     return [*lines, *_say_hardware(facts), *_say_growing(facts), _say_next(facts)]
 
 
@@ -224,9 +226,10 @@ def _say_hardware(facts: Facts) -> list[str]:
         return [f"Including the cost of communication {where}, returns stop at {count_words(returns.stop_at)}: {why}."]
     if facts.measured is None:
         return []
-    base = facts.measured.base
+    base, chosen = facts.measured.base, facts.measured.chosen
     if base.workers < 2:
-        return ["The run had one worker, so the cost of communication was not measured: --cluster predicts it."]
+        which = "These steps" if chosen else "The run"
+        return [f"{which} had one worker, so the cost of communication was not measured: --cluster predicts it."]
     share = (base.components_s["communication"] + base.components_s["waiting"]) / base.step_s
     return [f"On this hardware, communication and waiting took {share:.0%} of a step with {count_words(base.workers)}."]
 

@@ -49,6 +49,11 @@ def deal_all(parts: int, workers: int, at_once: int, whole_groups: bool, compare
     return [deal_parts(parts, workers, rank, at_once, whole_groups) for rank in range(workers)]
 
 
+def count_parts(dealt: Sequence[Sequence[range]]) -> list[int]:
+    """How many parts each worker has."""
+    return [sum(map(len, groups)) for groups in dealt]
+
+
 def deal_parts(parts: int, workers: int, rank: int, at_once: int, whole_groups: bool) -> list[range]:
     """This worker's parts, in groups that run in one pass. Workers of high rank get none if there are too few for all.
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.batches import Dealt, data_of, plan_batches, with_batches
-from paceline.core.deal import Pass, check_parts, cut_epoch, deal_all
+from paceline.core.deal import Pass, check_parts, count_parts, cut_epoch, deal_all
 from paceline.core.determinism import set_deterministic
 from paceline.core.engine import Engine
 from paceline.core.exact_mean import Chunks, check_names, lay_out, mean_over_workers
@@ -98,7 +98,7 @@ class Parts:
         if global_batch is None and loader is None and batch_schedule:
             global_batch = max((phase.global_batch for phase in as_phases(batch_schedule, None, 1, 1)), default=None)
         samples, global_batch = plan_batches(loader, samples, global_batch)
-        _check_arguments(reduce, min(at_once, accumulate, global_batch))
+        _check_arguments(reduce, min(at_once, accumulate, global_batch, smallest_part))
         phases = as_phases(batch_schedule, global_batch, parts, smallest_part)
         self.sampler = Sampler(samples, global_batch, parts, seed, weights, stream, phases)
         self.exact, self._accumulate = reduce == "exact", accumulate
@@ -146,6 +146,10 @@ class Parts:
     def groups(self) -> list[range]:
         """This worker's parts in the current phase, in groups that run in one pass; none if it is idle."""
         return self._own_groups(self.phase.parts)
+
+    def counts(self, phase: Phase) -> list[int]:
+        """How many parts each worker has in a step of this phase."""
+        return count_parts(self._deal(phase.parts))
 
     def has_idle(self, phase: Phase) -> bool:
         """Whether some workers have no part in this phase."""
@@ -361,7 +365,7 @@ class Parts:
 
 def _check_arguments(reduce: str, least: int) -> None:
     if least < 1:
-        raise UsageError("at_once, accumulate and global_batch must be at least 1")
+        raise UsageError("at_once, accumulate, global_batch and smallest_part must be at least 1")
     if reduce not in ("fast", "exact"):
         raise UsageError(f'reduce is {reduce!r}: it must be "fast" or "exact"')
 

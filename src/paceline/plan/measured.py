@@ -24,7 +24,6 @@ from paceline.plan.links import Timing
 from paceline.plan.points import Bucket, Measured, Point, Run
 from paceline.plan.stretches import Stretch, read_phases, settle_workers, split_rows
 from paceline.plan.tradeoff import read_noise_scale
-from paceline.plan.words import count_words, list_words
 from paceline.records import COMPONENTS, read_metrics, unit_of, with_new_names
 from paceline.spread import deviation, mean, median
 from paceline.toml import read_toml
@@ -171,7 +170,7 @@ def _read_training(path: Path) -> Measured:
     except _BROKEN as error:
         raise RecordError(f"{path}/environment.json has no complete contract ({words(error)}): {remedy}") from None
     try:
-        rows, contract, others = settle_workers(read_metrics(path), contract)
+        rows, contract, chosen = settle_workers(read_metrics(path), contract)
         workers, nodes = (whole({"nodes": 1, **contract}, name) for name in ("workers", "nodes"))
         cores = _cores(contract, about)
         health = [row for row in rows if row.get("kind") == "health" and isinstance(row.get("components_s"), Mapping)]
@@ -211,7 +210,8 @@ def _read_training(path: Path) -> Measured:
         backend=str(contract.get("backend", "")),
         run=run,
         noise=read_noise_scale(rows),
-        assumed=_assumptions(workers, others, sizes, remedy),
+        assumed=tuple(filter(None, (chosen, *_assumptions(workers, sizes, remedy)))),
+        chosen=chosen,
         flags=flags,
         phases=phases,
         virtual_workers=virtual_workers,
@@ -221,14 +221,11 @@ def _read_training(path: Path) -> Measured:
     )
 
 
-def _assumptions(workers: int, others: Sequence[int], sizes: Sequence[int], remedy: str) -> tuple[str, ...]:
-    """What a prediction from a training run assumes. `others`: numbers of workers that it had, too. `sizes`: the gradient bytes
-    that its health rows say."""
+def _assumptions(workers: int, sizes: Sequence[int], remedy: str) -> tuple[str, ...]:
+    """What a prediction from a training run assumes. `sizes`: the gradient bytes that its health rows say."""
     assumed = [
         f"the forward pass takes a third of compute, and gradients become ready at an even rate after it ({remedy} to know)"
     ]
-    if others:
-        assumed.append(f"steps are those with {count_words(workers)}; the run also had {list_words(others)}")
     if not sizes:
         assumed.append("gradients have 4 bytes per parameter")
     if workers == 1:
@@ -244,19 +241,16 @@ def _smallest_part(path: Path) -> int:
 
 
 def _phase_points(workers: int, nodes: int, stretches: Sequence[Stretch]) -> tuple[Point, ...]:
-    """A point for each number of samples per worker, the largest first; the first rows of the run, warm-up, are left out."""
-    by_samples: dict[float, list[tuple[Stretch, Mapping[str, Any]]]] = {}
+    """A point for each number of samples per worker and batch, the largest first, without the run's first rows (warm-up)."""
+    found: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for i, stretch in enumerate(stretches):
-        rows = stretch.rows if i else stretch.rows[len(stretch.rows) // 3 :]
-        by_samples.setdefault(stretch.samples(workers), []).extend((stretch, row) for row in rows)
+        for row in stretch.rows if i else stretch.rows[len(stretch.rows) // 3 :]:
+            found.setdefault((stretch.samples(row, workers), stretch.phase.global_batch), []).append(row)
     points = []
-    for samples, found in sorted(by_samples.items(), reverse=True):
-        if not found:
-            continue
-        stretch = found[0][0]
-        step = median([_mean_batch(row, each.phase.global_batch) for each, row in found])  # an epoch may end with smaller steps
-        point = _training_point(workers, nodes, round(step), [row for _, row in found])
-        points.append(replace(point, slowest_samples=samples * step / stretch.phase.global_batch))
+    for (samples, batch), rows in sorted(found.items(), reverse=True):
+        step = median([_mean_batch(row, batch) for row in rows])  # an epoch may end with smaller steps
+        point = _training_point(workers, nodes, round(step), rows)
+        points.append(replace(point, slowest_samples=samples * step / batch))
     return tuple(points)
 
 

@@ -102,6 +102,8 @@ class Measured:
     """Of the run, as far as it went; None: unknown."""
     steps: int | None = None
     """Those that it did."""
+    chosen: str = ""
+    """Which steps count, if the run had several numbers of workers."""
 
     @property
     def base(self) -> Point:

@@ -5,11 +5,11 @@ many; in older records, since the last health row or the start of the epoch. It 
 """
 
 import bisect
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.output import plural
 from paceline.phases import Phase
 from paceline.plan.fields import BadField, number, whole
 
@@ -28,30 +28,43 @@ class Stretch:
     noise: tuple[Row, ...]
     """Step rows of this phase."""
 
-    def samples(self, workers: int) -> int:
-        """The samples of the worker with the most, in a full step."""
+    def samples(self, row: Row, workers: int) -> int:
+        """The samples of the worker with the most, in a full step that this health row is about. Older rows do not say."""
+        if "samples_per_worker" in row:
+            return whole(row, "samples_per_worker")
         return -(-self.phase.parts // workers) * self.phase.part_batch
 
 
-def settle_workers(rows: Sequence[Row], contract: Row) -> tuple[list[Row], Row, list[int]]:
-    """Of a run that continued on another number of workers, keep the number with most of the timed steps.
+def settle_workers(rows: Sequence[Row], contract: Row) -> tuple[list[Row], Row, str]:
+    """Of a run that continued on other workers, keep those that timed most sizes of steps or, of equally many, most steps.
 
-    Returns the rows without those that timed others, the contract of these workers, and the other numbers of workers.
+    Returns the rows without those that timed others, the contract of these workers, and which steps count if there were others.
     """
     now, contracts, whose = contract, {}, []
-    timed: Counter[tuple[int, int]] = Counter()
+    timed: dict[tuple[int, int, str], list[Row]] = {}
     for row in rows:
         if row.get("kind") == "resume" and isinstance(row.get("contract"), Mapping):
             now = {**contract, **row["contract"]}
-        whose.append((whole(now, "workers"), whole({"nodes": 1, **now}, "nodes")))
-        contracts[whose[-1]] = now
+        key = whole(now, "workers"), whole({"nodes": 1, **now}, "nodes"), str(now.get("devices", ""))
+        whose.append(key)
+        contracts[key] = now
         if row.get("kind") == "health":
-            timed[whose[-1]] += row.get("steps", 1)
+            timed.setdefault(key, []).append(row)
     if not timed:
-        return list(rows), contract, []
-    most = max(timed, key=lambda each: timed[each])
-    kept = [row for row, mine in zip(rows, whose, strict=True) if mine == most or row.get("kind") != "health"]
-    return kept, contracts[most], sorted({workers for workers, _ in timed} - {most[0]})
+        return list(rows), contract, ""
+    worth = {
+        key: (len({row.get("samples_per_worker") for row in found}), sum(row.get("steps", 1) for row in found))
+        for key, found in timed.items()
+    }
+    chosen = max(worth, key=lambda key: worth[key])
+    kept = [row for row, key in zip(rows, whose, strict=True) if key == chosen or row.get("kind") != "health"]
+    others = " and ".join(_place(*key) for key in sorted(timed) if key != chosen)
+    said = f"the steps that count are those on {_place(*chosen)}; the run was also on {others}" if others else ""
+    return kept, contracts[chosen], said
+
+
+def _place(workers: int, nodes: int, devices: str) -> str:
+    return (devices or plural(workers, "worker")) + (f" on {nodes:,} nodes" if nodes > 1 else "")
 
 
 def read_phases(rows: Sequence[Row], contract: Row) -> tuple[Phase, ...]:
@@ -61,8 +74,8 @@ def read_phases(rows: Sequence[Row], contract: Row) -> tuple[Phase, ...]:
     if not isinstance(planned, list | tuple) or not all(isinstance(each, Mapping) for each in planned):
         raise BadField("phases are not a list of tables")
     if len(planned) >= len(begun):
-        return tuple(_phase(each, "start") for each in planned)
-    return tuple(_phase(row, "epoch") for row in begun)
+        return tuple(_phase(each) for each in planned)
+    return tuple(_phase(row) for row in begun)
 
 
 def split_rows(rows: Sequence[Row]) -> tuple[Stretch, ...]:
@@ -85,10 +98,12 @@ def split_rows(rows: Sequence[Row]) -> tuple[Stretch, ...]:
         if kind in ("health", "epoch", "resume") and isinstance(step, int):
             since = step
     return tuple(
-        Stretch(phase=_phase(row, "epoch"), step=at, rows=tuple(mine), noise=tuple(steps))
+        Stretch(phase=_phase(row), step=at, rows=tuple(mine), noise=tuple(steps))
         for row, at, mine, steps in zip(begun, first, health, others, strict=True)
     )
 
 
-def _phase(found: Row, start: str) -> Phase:
-    return Phase(number(found, start), whole(found, "global_batch"), whole(found, "virtual_workers"))
+def _phase(found: Row) -> Phase:
+    """From a row, or from the contract. Older rows say only when the phase began, which may be a little after its start."""
+    start = number(found, "start" if "start" in found else "epoch")
+    return Phase(start, whole(found, "global_batch"), whole(found, "virtual_workers"))

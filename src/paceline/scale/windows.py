@@ -20,6 +20,7 @@ from paceline.core.determinism import deterministic
 from paceline.dist.world import World, world
 from paceline.errors import UsageError
 from paceline.loading import load_rest
+from paceline.output import say
 from paceline.records import COMPONENTS
 from paceline.scale.scale import summarize
 from paceline.training import tasks
@@ -40,7 +41,9 @@ def measure_here(task_name: str, options: Mapping[str, Any], how: Mapping[str, A
     load_rest()
     with world(options.get("backend", "auto"), float(options.get("timeout_s", 600.0))) as here:
         task, config = tasks.resolve(task_name, options)
-        config = replace(config, batch_schedule="")  # a task's defaults may have one
+        if config.batch_schedule and here.is_main:  # a task's defaults may have one
+            say("the task's own batch schedule is left out: all steps have the same batch")
+        config = replace(config, batch_schedule="")
         with deterministic(config.reduce == "exact"):
             found = measure(lambda profile: build(task, replace(config, profile=profile), here), how)
         return {**found, "unit": task.unit} if here.is_main else None

@@ -3,11 +3,11 @@
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, check_options, names_with
+from paceline.config import Config, check_options, make_config, names_with
 from paceline.core.sampler import Sampler
 from paceline.dist.place import Place
 from paceline.dist.restarts import newest_checkpoint
@@ -186,10 +186,19 @@ def _read_finished(record: Path, place: Place, options: Mapping[str, Any]) -> Re
             )
         _say_note(f"{record} is done, but its model.safetensors is missing: continuing from its last checkpoint", place)
         return None
-    with suppress(RecordError):
-        check_given(_read_config(record), check_options(options))
+    _check_same(_read_config(record), check_options(options))
     say(f"{record} is already done: model {found.model_sha256[:16]}; {_how_to_extend(record, found)}")
     return found
+
+
+def _check_same(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise a UsageError if a given option differs from that of a finished record. `recorded` is empty if it cannot be read."""
+    known = {field.name for field in fields(Config)}
+    old = make_config({name: value for name, value in recorded.items() if name in known})
+    new = make_config(vars(old), given)  # options in any spelling, as a run would have them
+    source = {"branch_from": str(_resolve(new.branch_from, new))} if new.branch_from else {}
+    if recorded:
+        check_given(vars(old), {**{name: getattr(new, name) for name in given}, **source})
 
 
 def _is_extended(record: Path, found: Result, options: Mapping[str, Any]) -> bool:

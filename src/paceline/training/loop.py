@@ -186,7 +186,7 @@ class _Fit:
             self.health.before(step.number)
             if self.profile is not None:
                 self.profile.before(step.number)
-            values = executor(step, inputs, self._requests())
+            values = executor(step, inputs, (self.keeper.requests(), bool(self.watch and self.watch.stop)))
             self._tell_steps(meter.push(step.number, values), epoch, begin)
             progress.step += 1
             self.save_requested |= self.keeper.due(progress.step)
@@ -204,6 +204,7 @@ class _Fit:
             if self.joins.wanted(progress.step) and progress.step < run.sampler.first_step(epoch + 1):  # an epoch ends first
                 self._tell_steps(meter.flush(), epoch, begin)
                 progress.epoch_time_s = time.perf_counter() - begin
+                self._look_at_rest(epoch, begin)
                 self._hand_over_if_due()
         self.clock.end()
         if self._steps_in(epoch + 1) > 0:
@@ -233,7 +234,12 @@ class _Fit:
 
     def _look_before(self, step: Step, epoch: int, begin: float) -> None:
         """Look at the steps of a phase that ends within an epoch, so that no health row has steps of two batches."""
-        if self.phase is not None and step.phase != self.phase and self.health.has_steps:
+        if self.phase is not None and step.phase != self.phase:
+            self._look_at_rest(epoch, begin)
+
+    def _look_at_rest(self, epoch: int, begin: float) -> None:
+        """Look at the steps since the last look. Collective: call on every rank."""
+        if self.health.has_steps:
             self.step.mark("reduce")
             self.clock.end()
             samples = self._samples_done(epoch)
@@ -349,10 +355,6 @@ class _Fit:
         (cut, steps), self._ahead = self._ahead, (-1, [])
         return steps if cut == epoch else self.run.steps(epoch, range(done, self._steps_in(epoch)))
 
-    def _requests(self) -> tuple[bool, bool]:
-        """To write a checkpoint; to stop."""
-        return self.keeper.requests(), bool(self.watch and self.watch.stop)
-
     def _tell_steps(self, arrived: Iterable[tuple[int, list[float]]], epoch: int, begin: float) -> None:
         """Pass on the steps whose numbers have arrived, and note the requests that they carry."""
         end = self.run.sampler.first_step(epoch) + self._steps_in(epoch)
@@ -394,7 +396,5 @@ class _Fit:
             why = (self.watch and self.watch.why_stop()) or "a signal to another worker"
             # The first worker to exit ends the others: all wait until rank 0 has written the checkpoint.
             saved, why = self.run.world.broadcast([self.keeper.wait(), why] if self.run.world.is_main else None)
-            written = (
-                "a checkpoint was written; the same command with --resume continues" if saved else "no checkpoint was written"
-            )
-            raise Stopped(f"stopped by {why} after step {step}; {written}", why)
+            written = "a checkpoint was written; the same command with --resume continues"
+            raise Stopped(f"stopped by {why} after step {step}; {written if saved else 'no checkpoint was written'}", why)

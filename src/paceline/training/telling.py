@@ -92,6 +92,7 @@ class Teller:
         row = {
             "step": step.number,
             "epoch": run.sampler.samples_before(step.number) / run.sampler.samples,
+            "start": phase.start,
             "global_batch": phase.global_batch,
             "virtual_workers": phase.parts,
             "part_batch": phase.part_batch,

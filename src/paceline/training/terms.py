@@ -4,7 +4,7 @@ from typing import Any
 
 from paceline.config import Config
 from paceline.contract import Contract
-from paceline.core.deal import check_parts, count_micros, deal_all
+from paceline.core.deal import check_parts, count_micros, count_parts, deal_all
 from paceline.core.sampler import Sampler, check_divides
 from paceline.core.schedules import Schedule, make_schedule
 from paceline.dist.world import World, describe_devices
@@ -66,8 +66,7 @@ def describe_phases(
         workers = world.size
         if config.workers_schedule:
             workers = count_workers(config.workers_schedule, spot_of(sampler, phase, place_of(phase.start, sampler.samples)))
-        dealt = deal_all(phase.parts, workers, at_once, config.reduce == "exact", measures_noise(config))
-        return max(sum(map(len, groups)) for groups in dealt) * phase.part_batch
+        return max(_counts(config, phase, workers, at_once)) * phase.part_batch
 
     return tuple(
         {
@@ -119,19 +118,31 @@ def describe_batch(sampler: Sampler, schedule: Schedule) -> tuple[str, ...]:
     return notes
 
 
-def describe_idle(sampler: Sampler, schedule: Schedule, workers: int) -> tuple[str, ...]:
-    """A note if some batches of a schedule have fewer parts than there are workers."""
-    used = [pair for pair in zip(sampler.phases, sampler.count_by_phase(schedule.total_steps), strict=True) if pair[1]]
-    idle = [phase for phase, _ in used if phase.parts < workers]
+def describe_idle(config: Config, sampler: Sampler, schedule: Schedule, workers: int, at_once: int = 1) -> tuple[str, ...]:
+    """A note if some workers have no part in steps of some batches of a schedule."""
+    used = [
+        (phase, steps, max(counts), min(counts))
+        for phase, steps in zip(sampler.phases, sampler.count_by_phase(schedule.total_steps), strict=True)
+        if steps and (counts := _counts(config, phase, workers, at_once))
+    ]
+    idle = [phase for phase, _, _, fewest in used if not fewest]
     if not idle:
         return ()
-    alone = sum(steps * phase.global_batch for phase, steps in used)
-    slowest = sum(steps * -(-phase.parts // workers) * phase.part_batch for phase, steps in used)
-    few = f"the batch of {idle[0].global_batch:,} has only {plural(idle[0].parts, 'part')}"
+    alone = sum(steps * phase.global_batch for phase, steps, _, _ in used)
+    slowest = sum(steps * most * phase.part_batch for phase, steps, most, _ in used)
+    few, remedy = f"has only {plural(idle[0].parts, 'part')}", "--smallest-part makes more parts, but changes the model"
+    if idle[0].parts >= workers:
+        few = f"has only {plural(-(-idle[0].parts // at_once), 'group')} of parts that run at once"
+        remedy = "--parts-at-once makes more"
     return (
-        f"{workers:,} workers are at most {_times(alone / slowest)} times as fast as one: {few}; a smaller"
-        " --smallest-part makes more parts, but changes the model",
+        f"{workers:,} workers are at most {_times(alone / slowest)} times as fast as one: the batch of"
+        f" {idle[0].global_batch:,} {few}; a smaller {remedy}",
     )
+
+
+def _counts(config: Config, phase: Phase, workers: int, at_once: int) -> list[int]:
+    """How many parts each worker has in a step of this phase."""
+    return count_parts(deal_all(phase.parts, workers, at_once, config.reduce == "exact", measures_noise(config)))
 
 
 def _times(ratio: float) -> str:

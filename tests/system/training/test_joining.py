@@ -55,6 +55,7 @@ def test_workers_join_after_an_epoch_and_within_one(fixed: None) -> None:
     train("two", "--workers", "2")
     assert bits("x") == bits("fixed") == bits("two")
     assert rows("x", "step", "epoch") == rows("fixed", "step", "epoch"), "a row is missing, repeated or different"
+    assert sum(row["steps"] for row in rows("x", "health")) == 21, "the steps before a join are timed, too"
     assert Path("runs/x/course.csv").read_text().count("\n") == EPOCHS + 1
     assert joined("x") == [(7, 1, 2), (11, 2, 3)], "step 10 starts half a sample before epoch 1.5"
     assert [row["contract"]["workers"] for row in rows("x", "resume")] == [2, 3]

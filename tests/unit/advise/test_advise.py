@@ -140,6 +140,17 @@ def test_measured_communication_is_reported(make_training: Make) -> None:
     assert "communication and waiting took 0% of a step with 2 workers" in said
 
 
+def test_advice_says_which_steps_count_if_the_workers_changed(make_training: Make) -> None:
+    record = make_training(noise=[500.0] * 20)
+    rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
+    resume = {"kind": "resume", "step": 400, "contract": {"workers": 2, "devices": "2 x NVIDIA H200"}}
+    health = next(row for row in rows if row["kind"] == "health")
+    (record / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*rows, resume, health)))
+    said = advise(record)
+    assert "The steps that count are those on 1 x NVIDIA H200; the run was also on 2 x NVIDIA H200." in said
+    assert any(line.startswith("These steps had one worker, so the cost") for line in said)
+
+
 def test_a_record_without_components_works(make_training: Make, capsys: pytest.CaptureFixture[str]) -> None:
     assert advise_verb(str(make_training(noise=[500.0] * 20, health=False))) == 0
     assert "The noise scale is 500 samples" in capsys.readouterr().out

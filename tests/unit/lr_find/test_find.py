@@ -115,7 +115,10 @@ def test_a_task_that_does_not_learn_gets_no_recommendation(capsys: pytest.Captur
         ("--to nan", "--to is nan: a learning rate must be a positive number"),
         ("--from 0.1 --to 0.5", "--to is 0.5: it must be at least 10 times --from (0.1)"),
         ("--from x", "argument --from: invalid float value: 'x'"),
-        ("--batch-schedule '0:16 1:64'", "--global-batch is 32, but the largest batch of --batch-schedule is 64"),
+        (
+            "--batch-schedule '0:16 1:64' --global-batch 32",
+            "--global-batch is 32, but the largest batch of --batch-schedule is 64",
+        ),
         ("--steps 5", "--steps is 5: it must be between 20 and 100,000"),
         ("--name taken", "exists: choose another --name"),
         ("--min-lr 3", "unknown flag --min-lr"),
@@ -137,20 +140,23 @@ def test_a_recipe_may_have_a_schedule_and_a_length(tmp_path: Path) -> None:
     assert contract["schedule"].startswith("constant")
 
 
-@pytest.mark.parametrize("schedule", ["0:8 1:32", "0:8 9:32", "auto"])
+@pytest.mark.parametrize("schedule", ["0:8 1:64", "0:8 9:64", "auto"])
 def test_a_growing_batch_is_swept_at_its_largest(schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "points.py").write_text(TASK.replace('"global_batch": 32, ', ""))
+
     def find(name: str, *flags: str) -> dict[str, Any]:
         flags = ("--virtual-workers", "2", "--steps", "60", "--to", "100", *flags)
         assert cli.run(["lr-find", "points.py", "--name", name, *flags]) == 0
         found: dict[str, Any] = json.loads((tmp_path / "runs" / name / "lr-find.json").read_text())
         return found
 
-    constant = find("constant")
+    constant = find("constant", "--global-batch", "64")
     assert "--batch-schedule" not in capsys.readouterr().out
-    growing = find("growing", "--batch-schedule", schedule, "--batch-lr-power", "0.5")
+    largest = ("--global-batch", "64") if schedule == "auto" else ()
+    growing = find("growing", "--batch-schedule", schedule, "--batch-lr-power", "0.5", *largest)
     assert growing["points"] == constant["points"], "all steps have the largest batch"
     assert growing["advice"] == constant["advice"]
     assert growing["contract"] == constant["contract"]
     assert growing["batch_schedule"] == schedule
-    said = f"all steps had a global batch of 32, the largest of --batch-schedule {schedule}; for smaller batches a run scales"
+    said = f"all steps had a global batch of 64, the largest of --batch-schedule {schedule}; for smaller batches a run scales"
     assert f"{said} the learning rate (--batch-lr-power 0.5)\n" in capsys.readouterr().out

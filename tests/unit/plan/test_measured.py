@@ -1,6 +1,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -213,48 +214,98 @@ def test_infinite_numbers_are_refused(make_scale: Make) -> None:
             read_measured(make_scale(samples_per_s=value))
 
 
-def _continue_on(record: Path, workers: int, after: int, slower: float = 2.0) -> None:
-    """From this epoch on the run has another number of workers, whose steps take longer."""
+def _continue_on(record: Path, after: int, slower: float = 2.0, **contract: Any) -> None:
+    """From this epoch on the run has other workers, whose steps take longer."""
     rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
     at = next(i for i, row in enumerate(rows) if row["kind"] == "epoch" and row["epoch"] == after) + 1
     for row in rows[at:]:
         if row["kind"] == "health":
             row["components_s"] = {name: slower * value for name, value in row["components_s"].items()}
             row["samples_per_s"], row["step_s"] = row["samples_per_s"] / slower, row["step_s"] * slower
-    changed = {"workers": workers, "devices": f"{workers} workers sharing 1 x NVIDIA A100"}
-    resume = {"kind": "resume", "step": rows[at - 1]["step"], "validated": True, "contract": changed}
-    join = {"kind": "join", "step": rows[at - 1]["step"], "workers": workers, "was": 1, "join_s": 2.0}
-    rows[at:at] = [resume, join]
+    resume = {"kind": "resume", "step": rows[at - 1]["step"], "validated": True, "contract": contract}
+    rows[at:at] = [resume, {"kind": "join", "step": resume["step"], "workers": 4, "was": 1, "join_s": 2.0}]
     (record / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+FOUR = {"workers": 4, "devices": "4 workers sharing 1 x NVIDIA A100"}
 
 
 @pytest.mark.parametrize(
     ("after", "workers", "samples", "device", "other"),
-    [(4, 1, [512, 256], "NVIDIA H200", 4), (1, 4, [256, 128, 64], "NVIDIA A100", 1)],
+    [
+        (4, 1, [512, 256], "NVIDIA H200", FOUR["devices"]),
+        (2, 1, [256], "NVIDIA H200", FOUR["devices"]),
+        (1, 4, [256, 128, 64], "NVIDIA A100", "1 x NVIDIA H200"),
+    ],
 )
 def test_a_run_whose_workers_changed_is_read_as_one_with_most_of_the_steps(
-    make_phased: Make, after: int, workers: int, samples: list[int], device: str, other: int
+    make_phased: Make, after: int, workers: int, samples: list[int], device: str, other: str
 ) -> None:
     """Steps: 24 per epoch, then 12, then 6. A step of a phase takes as long as those of these workers alone."""
     record = make_phased()
-    _continue_on(record, 4, after)
+    _continue_on(record, after, **FOUR)
     found = read_measured(record)
     assert {point.workers for point in found.points} == {workers}
     assert [point.samples for point in found.points] == samples
     step_s = {batch: phased_step_s(batch) * (2 if workers == 4 else 1) for batch in (256, 512, 1024)}
     assert all(point.step_s == pytest.approx(step_s[point.global_batch]) for point in found.points)
     assert found.device == device
-    assert any(text.endswith(f"the run also had {other}") for text in found.assumed)
+    assert found.chosen.endswith(f"; the run was also on {other}")
+    assert found.chosen in found.assumed
+
+
+def test_most_sizes_of_steps_count_more_than_most_steps(make_phased: Make) -> None:
+    """One worker had 256 samples in 48 steps; two had 256 and 512 in 36."""
+    record = make_phased()
+    _continue_on(record, 2, workers=2, devices="2 x NVIDIA H200")
+    rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["kind"] == "health":
+            row["samples_per_worker"] = 512 if row["epoch"] > 4 else 256
+    (record / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [point.samples for point in read_measured(record).points] == [512, 256]
+    assert {point.workers for point in read_measured(record).points} == {2}
+
+
+@pytest.mark.parametrize(
+    ("change", "also"),
+    [({"nodes": 2}, "1 x NVIDIA H200 on 2 nodes"), ({"devices": "1 CPU worker, 2 threads (2 cores)"}, "1 CPU worker")],
+)
+def test_times_on_other_devices_or_nodes_are_not_mixed(make_phased: Make, change: Any, also: str) -> None:
+    record = make_phased()
+    before = read_measured(record)
+    _continue_on(record, 4, **change)
+    found = read_measured(record)
+    assert found.points == before.points[1:], "those of the last phase are left out"
+    assert found.device == "NVIDIA H200"
+    assert f"the run was also on {also}" in found.chosen
+
+
+def test_cores_are_those_of_the_workers_that_count(make_phased: Make) -> None:
+    record = make_phased(devices="1 CPU worker, 2 threads (2 cores, no GPU)")
+    _continue_on(record, 1, workers=4, devices="4 CPU workers, 1 thread each (8 cores, no GPU)")
+    assert read_measured(record).cores == 8
+
+
+def test_the_samples_of_the_busiest_worker_are_as_the_row_says(make_phased: Make) -> None:
+    """With exact sums and several parts at once, a worker can have more than an equal share."""
+    record = make_phased(workers=2, devices="2 x NVIDIA H200")
+    rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
+    told = [{**row, "samples_per_worker": 256} if row.get("epoch", 9) <= 2 else row for row in rows]
+    (record / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    points = read_measured(record).points
+    assert [(point.samples, point.global_batch) for point in points] == [(512, 1024), (256, 512), (256, 256)]
 
 
 def test_a_constant_run_whose_workers_changed_is_read_so_too(make_training: Make) -> None:
     record = make_training()
     before = read_measured(record)
+    assert before.chosen == ""
     rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
     slow = [{**row, "samples_per_s": 1.0} for row in rows if row["kind"] == "health"]
-    resume = {"kind": "resume", "step": max(row.get("step", 0) for row in rows), "contract": {"workers": 2}}
+    resume = {"kind": "resume", "step": max(row.get("step", 0) for row in rows), "contract": {"workers": 2, "devices": ""}}
     with (record / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in (resume, *slow[:1]))
     found = read_measured(record)
     assert found.points == before.points
-    assert found.assumed[1] == "steps are those with 1 worker; the run also had 2"
+    assert found.assumed[0] == "the steps that count are those on 1 x NVIDIA H200; the run was also on 2 workers"

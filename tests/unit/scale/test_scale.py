@@ -79,7 +79,7 @@ def test_strong_scaling_measures_the_largest_batch_of_a_schedule(
     assert [(options.get("batch_schedule"), options["global_batch"]) for options in measured] == [(None, batch)]
 
 
-def test_a_schedule_in_a_tasks_defaults_is_left_out(runs: Path) -> None:
+def test_a_schedule_in_a_tasks_defaults_is_left_out(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("points.py").write_text(
         "import torch\nfrom paceline import Arrays, Task\n"
         "def task():\n"
@@ -90,3 +90,4 @@ def test_a_schedule_in_a_tasks_defaults_is_left_out(runs: Path) -> None:
     found = windows.measure_here("points.py", {}, {"windows": 3, "window_s": 0.01})
     assert found is not None
     assert (found["count"]["global_batch"], found["count"]["contract"]["phases"]) == (16, ())
+    assert capsys.readouterr().out == "the task's own batch schedule is left out: all steps have the same batch\n"

@@ -114,6 +114,21 @@ def test_a_finished_run_is_resumed_with_the_same_options_in_other_words(runs: Pa
         assert "runs/x is already done" in capsys.readouterr().out
 
 
+def test_a_finished_run_is_resumed_with_its_own_options_as_they_were_given(runs: Path, capsys: Any) -> None:
+    train("task.py", name="first", epochs=1, momentum=0.0)
+    given = {"schedule_by": "auto", "momentum": 0.0, "nesterov": True, "branch_from": "runs/first", "epochs": 2}
+    train("task.py", **given, name="x")
+    for options in (given, {"branch_from": "first"}, {"branch_from": str(Path("runs/first").resolve())}):
+        capsys.readouterr()
+        train("task.py", **options, resume="x")
+        assert "runs/x is already done" in capsys.readouterr().out
+    train("task.py", name="second", epochs=1)
+    with pytest.raises(UsageError, match=r"--branch-from was .*first, is .*second"):
+        train("task.py", branch_from="second", resume="x")
+    Path("runs/x/config.toml").unlink()
+    assert train("task.py", base_lr=0.7, resume="x").steps, "there is nothing left to compare with"
+
+
 def test_an_unfinished_run_is_resumed_with_its_schedule_in_other_words(runs: Path) -> None:
     whole = train("task.py", **PHASES, epochs=2, name="whole")
     train("task.py", **PHASES, epochs=1, name="x")

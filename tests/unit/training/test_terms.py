@@ -220,6 +220,12 @@ def test_phases_know_that_exact_sums_deal_whole_groups():
     assert [each["samples_per_worker"] for each in phases(replace(config, reduce="fast"), world(3), at_once=4)] == [12, 24]
 
 
+def test_phases_know_that_gradients_that_are_compared_come_from_two_passes():
+    config = Config(batch_schedule="0:32 1:64", virtual_workers=8, smallest_part=4, epochs=2, reduce="exact")
+    assert [each["samples_per_worker"] for each in phases(config, world(2), at_once=8)] == [32, 64]
+    assert [each["samples_per_worker"] for each in phases(replace(config, measure_noise=True), world(2), at_once=8)] == [16, 32]
+
+
 def test_phases_have_the_workers_of_their_time():
     config = Config(batch_schedule="0:32 1:64", virtual_workers=8, smallest_part=4, epochs=2, workers_schedule="0:1 1:4")
     assert [each["samples_per_worker"] for each in phases(config, world(1))] == [32, 16]
@@ -235,14 +241,35 @@ def test_the_contract_counts_the_warm_up_of_a_growing_batch_in_its_steps():
 
 def test_idle_workers_are_a_note_with_the_most_that_workers_can_gain():
     def notes(workers: int, **options: Any) -> tuple[str, ...]:
-        sampler, schedule = make_steps(Config(batch_schedule="0:24 1:96", epochs=2, **options), world(workers), 960)
-        return describe_idle(sampler, schedule, workers)
+        config = Config(batch_schedule="0:24 1:96", epochs=2, **options)
+        return describe_idle(config, *make_steps(config, world(workers), 960), workers)
 
     (said,) = notes(4, virtual_workers=4, smallest_part=24)  # 960 samples on one worker, then 240 on each of four
     assert said.startswith("4 workers are at most 1.6 times as fast as one: the batch of 24 has only 1 part;")
     assert notes(1, virtual_workers=4, smallest_part=24) == ()
     assert notes(4, virtual_workers=4, smallest_part=6) == ()
     assert "at most 1.0 times" in notes(4, virtual_workers=4, smallest_part=24, max_steps=9)[0], "it ends in the first phase"
+    assert notes(3, virtual_workers=4, smallest_part=8, max_steps=9) == ()
+
+
+def test_workers_without_a_phase_to_idle_in_are_no_note():
+    """The phase with one part has no step: the run ends before it."""
+    config = Config(batch_schedule="0:96 1:24", epochs=2, virtual_workers=4, smallest_part=24, max_steps=10)
+    assert describe_idle(config, *make_steps(config, world(4), 960), 4) == ()
+    config = replace(config, max_steps=11)
+    assert describe_idle(config, *make_steps(config, world(4), 960), 4)
+
+
+def test_workers_that_idle_because_parts_run_at_once_are_a_note():
+    """Four parts of 8 in one group, then eight in two: the second worker has nothing to do at first."""
+    config = Config(batch_schedule="0:32 1:64", virtual_workers=8, smallest_part=4, epochs=2, reduce="exact")
+    large = replace(config, smallest_part=8)
+    (said,) = describe_idle(large, *make_steps(large, world(2), 960), 2, 4)
+    assert said == (
+        "2 workers are at most 1.3 times as fast as one: the batch of 32 has only 1 group of parts that run at once; a smaller"
+        " --parts-at-once makes more"
+    )
+    assert describe_idle(config, *make_steps(config, world(2), 960), 2, 4) == (), "eight parts of 4 are two groups"
 
 
 def test_a_phase_that_no_step_has_is_a_note():

@@ -252,7 +252,7 @@ def check_given(old: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise a UsageError if one of these options differs from those of a finished record, and its weights depend on it."""
     fixed = names_with(Role.MODEL) - names_with(Role.STOP)
     asked = {name: value for name, value in given.items() if name in fixed and (name, value) != ("precision", "auto")}
-    _refuse(_changed(old, asked) if old else [])
+    _refuse(_changed(old, asked))
 
 
 def describe_extension(old: Mapping[str, Any], run: Run, at: int) -> str:

@@ -64,6 +64,8 @@ class Health:
         found = split_steps(timed, self._run.world, max(0.0, waited_s) / max(ran_s + waited_s, 1e-9))
         step_s = elapsed_s / self._steps
         slowest, lag_s = found.slowest()
+        phase = self._run.parts.phase
+        counts = self._run.parts.counts(phase)
         row = {
             "samples_per_s": (samples - self._samples) / elapsed_s,
             "step_s": step_s,
@@ -71,7 +73,8 @@ class Health:
             "components_s": fill_up(found.means(), step_s),
             "slowest": slowest,
             "lag_s": lag_s,
-            "uneven": bool(self._run.parts.phase.parts % self._run.world.size),
+            "uneven": len(set(counts)) > 1,
+            "samples_per_worker": max(counts) * phase.part_batch,
             "core_wait": float(found.core_wait.max()),
             "core_wait_rank": int(found.core_wait.argmax()),
             "memory_bytes": int(found.memory_bytes.max()),
