@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 from paceline.hints import unknown_key
 from paceline.joins import AUTO, parse_workers_schedule
 from paceline.options import RemembersGiven, Role, convert, copied, option, option_of
-from paceline.phases import largest_batch, parse_batch_schedule, write_batch_schedule
+from paceline.phases import largest_batch, parse_batch_schedule
 from paceline.settings import Settings, make_settings
 from paceline.values import check_record_name, parse_every, parse_milestones
 from paceline.values import flag as flag
@@ -358,8 +358,8 @@ def merge_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
             if layer.get(name):
                 merged.pop(other, None)
         if merged.get("global_batch") and layer.get("batch_schedule"):
-            pairs = parse_batch_schedule(write_batch_schedule(layer["batch_schedule"]))
-            merged["global_batch"] = largest_batch(pairs, merged["global_batch"])
+            text = check_options({"batch_schedule": layer["batch_schedule"]})["batch_schedule"]
+            merged["global_batch"] = largest_batch(parse_batch_schedule(text), merged["global_batch"])
         merged |= layer
         if len(settings) == 2:
             merged["set"] = {**settings[0], **settings[1]}

@@ -390,3 +390,6 @@ def test_a_batch_schedule_brings_its_global_batch():
     assert make_config({"batch_schedule": "0:8 1:64"}).global_batch is None
     assert make_config({"global_batch": 32}, {"batch_schedule": "0:8 1:64", "global_batch": 48}).global_batch == 48
     assert make_config({"global_batch": 32}, {"batch_schedule": "none"}).global_batch == 32
+    for wrong in (5, [1], "x"):
+        with pytest.raises(UsageError, match=r"batch.schedule"):
+            merge_options({"global_batch": 32}, {"batch_schedule": wrong})

@@ -104,8 +104,7 @@ class Parts:
         self.exact, self._accumulate = reduce == "exact", accumulate
         if self.exact:
             set_deterministic()
-        self.at_once, self._measures_noise = self._group(at_once), measure_noise
-        """`at_once`: parts in a pass, at most."""
+        self.at_once, self._measures_noise = self._group(at_once), measure_noise  # `at_once`: the most parts in a pass
         self._dealt: dict[int, list[list[range]]] = {}
         """Every worker's groups, by the number of parts."""
         if not all(self._deal(parts)):

@@ -22,7 +22,7 @@ from paceline.plan.fields import BadField, load, number, own_flags, table_of, ta
 from paceline.plan.lag import expected_lag
 from paceline.plan.links import Timing
 from paceline.plan.points import Bucket, Measured, Point, Run
-from paceline.plan.stretches import Stretch, read_phases, settle_workers, split_rows
+from paceline.plan.stretches import read_phases, settle_workers, split_rows
 from paceline.plan.tradeoff import read_noise_scale
 from paceline.records import COMPONENTS, read_metrics, unit_of, with_new_names
 from paceline.spread import deviation, mean, median
@@ -171,8 +171,7 @@ def _read_training(path: Path) -> Measured:
         raise RecordError(f"{path}/environment.json has no complete contract ({words(error)}): {remedy}") from None
     try:
         rows, contract, chosen = settle_workers(read_metrics(path), contract)
-        workers, nodes = (whole({"nodes": 1, **contract}, name) for name in ("workers", "nodes"))
-        cores = _cores(contract, about)
+        workers, nodes, cores = whole(contract, "workers"), whole({"nodes": 1, **contract}, "nodes"), _cores(contract, about)
         health = [row for row in rows if row.get("kind") == "health" and isinstance(row.get("components_s"), Mapping)]
         phases = read_phases(rows, contract)
         run, epochs = _done_run(rows, contract, phases) or planned, _epochs_done(rows) or _epochs(contract)
@@ -182,10 +181,9 @@ def _read_training(path: Path) -> Measured:
         raise RecordError(f"{path} does not say where a step's time goes (it has no health rows): {remedy}")
     used = health[len(health) // 3 :]  # the first rows include warm-up
     try:
-        if len(phases) > 1:
-            points = _phase_points(workers, nodes, split_rows(rows))
-        else:
-            points = (_training_point(workers, nodes, phases[0].global_batch if phases else batch, used),)
+        single = phases[0].global_batch if phases else batch
+        grows = len(phases) > 1
+        points = _phase_points(workers, nodes, rows) if grows else (_training_point(workers, nodes, single, used),)
         sizes = [whole(row, "gradient_bytes", least=0) for row in used if row.get("gradient_bytes")]
     except _BROKEN as error:
         why = f"its health rows are incomplete: {words(error)}"
@@ -240,16 +238,16 @@ def _smallest_part(path: Path) -> int:
     return Config.smallest_part
 
 
-def _phase_points(workers: int, nodes: int, stretches: Sequence[Stretch]) -> tuple[Point, ...]:
+def _phase_points(workers: int, nodes: int, rows: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
     """A point for each number of samples per worker and batch, the largest first, without the run's first rows (warm-up)."""
     found: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
-    for i, stretch in enumerate(stretches):
+    for i, stretch in enumerate(split_rows(rows)):
         for row in stretch.rows if i else stretch.rows[len(stretch.rows) // 3 :]:
             found.setdefault((stretch.samples(row, workers), stretch.phase.global_batch), []).append(row)
     points = []
-    for (samples, batch), rows in sorted(found.items(), reverse=True):
-        step = median([_mean_batch(row, batch) for row in rows])  # an epoch may end with smaller steps
-        point = _training_point(workers, nodes, round(step), rows)
+    for (samples, batch), timed in sorted(found.items(), reverse=True):
+        step = median([_mean_batch(row, batch) for row in timed])  # an epoch may end with smaller steps
+        point = _training_point(workers, nodes, round(step), timed)
         points.append(replace(point, slowest_samples=samples * step / batch))
     return tuple(points)
 

@@ -36,7 +36,7 @@ from paceline.training.sampling import check_collated, describe_data, make_weigh
 from paceline.training.task import Task
 from paceline.training.task_fields import Data
 from paceline.training.task_step import check_options as check_step_options
-from paceline.training.terms import describe_batch, describe_idle, describe_phases, describe_update, make_contract, make_steps
+from paceline.training.terms import describe_batch, describe_idle, describe_update, make_contract, make_steps
 from paceline.training.trial import Trial
 from paceline.training.update import Update
 from paceline.training.weight_files import Initial, start_from
@@ -185,7 +185,6 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
         "sampling": weighted.describe(),
         "validation_samples": sum(count_samples(data) for data in validation.values()),
         "parts": grouping.why,
-        "phases": describe_phases(config, world, sampler, rates.schedule, parts.at_once),
         "initialized": initial.about,
         "initial_sha256": initial.sha256,
         **({"base_lr": own["base_lr"], "optimizer": describe_update(config, own["words"])} if own else {}),
@@ -204,7 +203,7 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
             for name, data in validation.items()
         },
         data_sha256=data_sha256,
-        contract=make_contract(config, world, sampler, rates.schedule, about),
+        contract=make_contract(config, world, sampler, rates.schedule, about, parts.at_once),
         initial=initial,
         notes=notes,
         varies=task.collate is not None,

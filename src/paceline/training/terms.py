@@ -58,7 +58,7 @@ def settle_batch(config: Config, workers: int) -> tuple[int, int, tuple[Phase, .
 def describe_phases(
     config: Config, world: World, sampler: Sampler, schedule: Schedule, at_once: int = 1
 ) -> tuple[dict[str, Any], ...]:
-    """What the contract says about each phase. `at_once`: parts in a pass, which may be more per worker than an equal share."""
+    """What the contract says about each phase. `at_once`: parts in a pass; exact sums deal whole groups of that many."""
     if not config.batch_schedule:
         return ()
 
@@ -161,8 +161,10 @@ def _check_comparable(config: Config, parts: int) -> None:
         raise UsageError("--local-steps needs at least two virtual workers: give --virtual-workers, or more --workers")
 
 
-def make_contract(config: Config, world: World, sampler: Sampler, schedule: Schedule, about: dict[str, Any]) -> Contract:
-    """The contract. `about` holds the fields that other things supply: task, data, phases, record, an optimizer of its own."""
+def make_contract(
+    config: Config, world: World, sampler: Sampler, schedule: Schedule, about: dict[str, Any], at_once: int = 1
+) -> Contract:
+    """The contract. `about` holds the fields that the task, the data and the record supply: its own optimizer, too."""
     rising = schedule.count_rising()
     by = "" if schedule.shape == "one-cycle" else f", by {schedule.by}"
     warmup = f"over {plural(rising, 'step')} from {schedule.warmup_from:.3g} of the peak{by}" if rising or not by else "none"
@@ -187,6 +189,7 @@ def make_contract(config: Config, world: World, sampler: Sampler, schedule: Sche
         "optimizer": describe_update(config),
         "schedule": f"{config.schedule} by {schedule.by}{_drop_words(schedule)}",
         "warmup": warmup,
+        "phases": describe_phases(config, world, sampler, schedule, at_once),
         "steps_per_epoch": schedule.steps_per_epoch,
         "epochs": config.epochs,
         "total_steps": schedule.total_steps,
