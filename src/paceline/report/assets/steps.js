@@ -145,7 +145,7 @@
     const mostly = (bar) => `${bar.label}: mostly ${biggest(bar)[0]}, ${seconds(biggest(bar)[1])}`;
     items.push(chart({
       key: "components", title: "Components of a step",
-      hint: "means over workers and steps; communication is only what the backward pass does not hide", wide: true,
+      hint: "means over steps and busy workers; communication is only what the backward pass does not hide", wide: true,
       height: 58 + 40 * bars.length, figure: (plot) => componentsFigure(bars, plot), tools: [shareTool("components")],
       label: () => `Chart: the components of a step. ${bars.map(mostly).join("; ")}.`, rows: () => componentsTable(bars),
     }));
