@@ -124,8 +124,9 @@ def test_the_users_choices_survive_an_update_and_the_theme_a_reload(page: "Page"
     assert page.evaluate(ink) != light_ink  # charts are drawn again
     page.get_by_role("button", name="Switch to light colors").click()
     assert page.evaluate(ink) == light_ink
-    page.reload(wait_until="commit")
-    page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
+    page.reload()
+    page.wait_for_function(DRAWN)
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
 
 
 def test_numbers_times_and_line_styles(page: "Page", tmp_path: Path) -> None:

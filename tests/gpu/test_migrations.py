@@ -2,6 +2,7 @@
 
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,8 @@ def accuracy(text: str) -> float:
     return float(found[-1])
 
 
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate: pip install accelerate")
 def test_accelerate_before_and_after_end_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
     monkeypatch.chdir(tmp_path)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     cpu = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1"}
@@ -34,8 +35,8 @@ def test_accelerate_before_and_after_end_alike(tmp_path: Path, monkeypatch: pyte
     assert abs(before - after) < NEAR
 
 
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: pip install lightning")
 def test_lightning_before_and_after_end_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("lightning", reason="needs lightning: pip install lightning")
     monkeypatch.chdir(tmp_path)
     cpu = {"CUDA_VISIBLE_DEVICES": ""}
     done = run([sys.executable, str(MIGRATE / "lightning_before.py"), "1"], env=cpu)
