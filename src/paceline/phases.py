@@ -6,6 +6,7 @@ imports torch.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from paceline.values import parse_pairs, short, write_pairs
 AUTO = "auto"
 PLACES = 8
 """Places in an epoch where `--batch-schedule auto` may double the batch, at most one after each step."""
+_FLAG = re.compile(r"--([a-z][a-z-]*)")
 _HALVINGS = 5
 _MOST_BATCH = 10**12
 _ROUNDING = 0.01
@@ -221,9 +223,12 @@ def as_phases(
     if isinstance(text, str):
         if is_auto(text):
             raise UsageError("batch_schedule='auto' is for paceline train: in a loop of your own, give the epochs and batches")
-        pairs = parse_batch_schedule(text)
-        check_largest(pairs, global_batch)
-        return make_phases(pairs, parts, smallest_part)
+        try:
+            pairs = parse_batch_schedule(text)
+            check_largest(pairs, global_batch)
+            return make_phases(pairs, parts, smallest_part)
+        except UsageError as error:  # it names flags: name arguments
+            raise UsageError(_FLAG.sub(lambda flag: flag[1].replace("-", "_"), str(error))) from None
     phases = [phase for phase in text if isinstance(phase, Phase)] if isinstance(text, Sequence) else None
     if phases is None or len(phases) != len(text):
         raise UsageError(f'batch_schedule is {text!r}: give text such as "0:256 1:512", or a dict such as {{0: 256, 1: 512}}')

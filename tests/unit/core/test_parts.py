@@ -310,6 +310,13 @@ def test_an_automatic_schedule_is_refused_in_a_loop_of_ones_own():
         paceline.Parts(nn.Linear(1, 1), samples=256, global_batch=64, virtual_workers=2, batch_schedule="auto")
 
 
+def test_errors_of_a_schedule_name_arguments_not_flags():
+    with pytest.raises(UsageError) as error:
+        paceline.Parts(nn.Linear(1, 1), samples=512, global_batch=64, virtual_workers=2, batch_schedule="0:64 1:256")
+    told = "global_batch is 64, but the largest batch of batch_schedule is 256: give the same, or leave global_batch out"
+    assert str(error.value) == told
+
+
 def test_a_batch_schedule_as_a_dict_is_that_of_its_text():
     options = {"samples": 256, "virtual_workers": 2}
     made = [paceline.Parts(nn.Linear(1, 1), batch_schedule=given, **options) for given in ({0: 32, 1: 128}, "0:32 1:128")]
