@@ -132,7 +132,19 @@ def introduce_schedule(plan: PhasedPlan) -> list[str]:
             f"assumed: compute is proportional to the samples per worker, because only {known[0]} were measured; high assumes"
             " that fewer samples take as long"
         )
-    return lines
+    return [*lines, *_say_parts(plan)]
+
+
+def _say_parts(plan: PhasedPlan) -> list[str]:
+    """What is assumed about workers with several parts, if the record's workers had one each."""
+    measured = plan.model.measured
+    several = [f"{row['workers']:,}" for row in plan.rows if row["workers"] < plan.schedule.parts]
+    if not several or any(point.workers < measured.virtual_workers for point in measured.points):
+        return []
+    return [
+        f"assumed: a worker's parts take as long as one part of all their samples, as measured (runs with"
+        f" {list_words(several)} workers; batch norm makes several parts slower: docs/plan.md)"
+    ]
 
 
 def phased_tables(plan: PhasedPlan) -> str:
