@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from paceline.files import read_json, write_json  # noqa: E402
+from paceline.output import plural  # noqa: E402
 from paceline.records import read_metrics  # noqa: E402
 from paceline.study.results import final_values  # noqa: E402
 
@@ -156,17 +157,6 @@ REFERENCES = {"muon 512": "Muon, constant 512", "sgd 128": "SGD, constant 128"}
 BATCHES = (4096, 8192, 16384, 32768, 60000)
 
 
-def single_runs(search: dict[str, Any]) -> dict[str, Any]:
-    """The best run of the search for each constant batch of Muon, in the form of results: for batches the study has not run."""
-    found: dict[str, dict[str, Any]] = {}
-    for run in search["runs"]:
-        named = re.fullmatch(r"(muon \d+), lr [.\d]+", run["arm"])
-        if named and run["accuracy"][-1] > found.get(named[1], {"metrics": {"accuracy": 0.0}})["metrics"]["accuracy"]:
-            accuracy = {"accuracy": run["accuracy"][-1]}
-            found[named[1]] = {"arm": named[1], "status": "done", "steps": run["steps"], "metrics": accuracy}
-    return {"metric": "accuracy", "runs": list(found.values())}
-
-
 def points(growth: dict[str, Any], *others: dict[str, Any]) -> dict[str, list[tuple[int, float, int, int]]]:
     """For each line of the picture: largest batch, mean accuracy, steps, seeds. Constant batches may be from other results."""
     found: dict[str, list[tuple[int, float, int, int]]] = {}
@@ -199,7 +189,8 @@ def draw(growth: dict[str, Any], *others: dict[str, Any]) -> str:
         share = math.log((1 - accuracy) / (1 - best)) / math.log((1 - worst) / (1 - best))
         return _TOP + share * (_HEIGHT - _TOP - _BOTTOM)
 
-    about = "WRN-16-4, Fashion-MNIST, 10 epochs; hollow: one seed, others: mean of 2 or 3; numbers: steps"
+    seeds = [n for line in lines.values() for *_, n in line]
+    about = f"WRN-16-4, Fashion-MNIST, 10 epochs, at least {plural(min(seeds), 'seed')}; numbers: steps"
     shapes = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
         ' font-family="system-ui, sans-serif" font-size="13">',
@@ -224,9 +215,8 @@ def draw(growth: dict[str, Any], *others: dict[str, Any]) -> str:
         at = [(x(size), y(accuracy)) for size, accuracy, *_ in places]
         joined = " L".join(f"{a:.1f} {b:.1f}" for a, b in at)
         shapes.append(f'<path d="M{joined}" fill="none" stroke="{color}" stroke-width="2.2"/>')
-        for (a, b), (_, _, steps, n) in zip(at, places, strict=True):
-            fill = color if n > 1 else "#fff"
-            shapes.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{fill}" stroke="{color}" stroke-width="2"/>')
+        for (a, b), (_, _, steps, _) in zip(at, places, strict=True):
+            shapes.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="5" fill="{color}"/>')
             down = -9 if line.endswith("to") else 17
             shapes.append(_text(a, b + down, str(steps), color=color, anchor="middle", size=11))
         shapes.append(_text(_LEFT + 12, _HEIGHT - _BOTTOM - 70 + 18 * number, label, color=color, weight=600))
@@ -256,8 +246,8 @@ def main() -> None:
     elif args.what == "effects":
         print(effects_table(json.loads((ROOT / SEARCH).read_text())))
     else:
-        growth, batch, search = (json.loads((ROOT / path).read_text()) for path in (RESULTS, BATCH, SEARCH))
-        (ROOT / PICTURE).write_text(draw(growth, batch, single_runs(search)))
+        growth, batch = (json.loads((ROOT / path).read_text()) for path in (RESULTS, BATCH))
+        (ROOT / PICTURE).write_text(draw(growth, batch))
 
 
 if __name__ == "__main__":

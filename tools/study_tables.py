@@ -12,13 +12,15 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
-from batch_growth import effects_table, single_runs  # noqa: E402
+from batch_growth import effects_table  # noqa: E402
 from paceline.optim import OPTIMIZERS  # noqa: E402
 from paceline.status import Status  # noqa: E402
 from paceline.study.results import compare_arm, difference_words, final_values  # noqa: E402
 
 BATCHES = (128, 512, 1024, 4096, 8192, 16384)
 REFERENCES = ("muon 512", "sgd 128")
+HEADLINE = (8192, 16384, 32768)
+"""The largest batches that README shows."""
 GROWN = (("muon", 4096), ("muon", 8192), ("muon", 16384), ("muon", 32768), ("muon", 60000), ("sgd", 8192))
 
 
@@ -59,17 +61,14 @@ def growth_table(growth: dict[str, Any], *others: dict[str, Any]) -> str:
 
 
 def headline_table(growth: dict[str, Any]) -> str:
-    """README's rows: the references, and Muon growing to each size that has three seeds or more, beside the constant batch."""
+    """README's rows: the references, and Muon growing to each size beside the constant batch."""
     lines = ["| | global batch | steps | accuracy |", "|---|---|---|---|"]
-    grown = [(f"muon to {size}", f"muon {size}") for line, size in GROWN if line == "muon"]
-    shown = [pair for pair in grown if len(final_values(growth, pair[0])) >= 3]
     rows = [(arm, arm.split()[0], f"{int(arm.split()[1]):,}") for arm in REFERENCES[::-1]]
-    for growing, constant in shown:
+    for growing, constant in ((f"muon to {size}", f"muon {size}") for size in HEADLINE):
         runs = [run for run in growth["runs"] if run["arm"] == growing]
         first = growth["study"]["arms"][growing]["options"]["batch_schedule"].split()[0].partition(":")[2]
         rows.append((growing, "muon", f"{int(first):,} growing to {runs[0]['contract']['global_batch']:,}"))
-        if final_values(growth, constant):
-            rows.append((constant, "muon", f"{runs[0]['contract']['global_batch']:,}"))
+        rows.append((constant, "muon", f"{runs[0]['contract']['global_batch']:,}"))
     for arm, name, batch in rows:
         lines.append(f"| {_title(name)} | {batch} | {_steps(growth, arm):,} | {_cell(final_values(growth, arm))} |")
     return "\n".join(lines)
@@ -77,12 +76,12 @@ def headline_table(growth: dict[str, Any]) -> str:
 
 def schedule_table(growth: dict[str, Any]) -> str:
     """Each growing arm, by its largest batch: its batches, settings and result."""
-    lines = ["| | batches | peak lr | momentum | averaging | steps | accuracy |", "|---" * 7 + "|"]
+    lines = ["| | batches | V | peak lr | momentum | decay | averaging | steps | accuracy |", "|---" * 9 + "|"]
     arms = {name: arm["options"] for name, arm in growth["study"]["arms"].items() if final_values(growth, name)}
     growing = {name: options for name, options in arms.items() if options.get("batch_schedule")}
     for name, options in sorted(growing.items(), key=lambda pair: (pair[1]["optimizer"], pair[1]["global_batch"])):
         cells = [_title(name), f"`{options['batch_schedule']}`"]
-        cells += [f"{options[key]:g}" for key in ("base_lr", "momentum", "ema")]
+        cells += [f"{options[key]:g}" for key in ("virtual_workers", "base_lr", "momentum", "weight_decay", "ema")]
         cells += [", ".join(map(str, sorted({run["steps"] for run in growth["runs"] if run["arm"] == name})))]
         lines.append(f"| {' | '.join(cells)} | {_cell(final_values(growth, name))} |")
     return "\n".join(lines)
@@ -146,7 +145,7 @@ def tables() -> dict[str, str]:
     results = {path.stem: read(f"studies/results/{path.name}") for path in (ROOT / "studies" / "results").glob("*.json")}
     search = read("studies/growth_search.json")
     return {
-        "growth": growth_table(results["growth"], results["batch"], single_runs(search)),
+        "growth": growth_table(results["growth"], results["batch"]),
         "headline": headline_table(results["growth"]),
         "schedules": schedule_table(results["growth"]),
         "effects": effects_table(search),

@@ -83,6 +83,19 @@ def test_readme_shows_the_committed_results_of_growing_batches() -> None:
     assert load("study_tables", "tools").tables()["headline"] in (ROOT / "README.md").read_text()
 
 
+def test_the_predicted_time_of_a_growing_batch_is_the_committed_result() -> None:
+    found = result("plan_growth")
+    row, times = found["plan"]["rows"][-1], found["reference"]
+    assert row["workers"] == 64
+    fast, low, high = (f"{row[key]:.1f}" for key in ("times_as_fast", "times_as_fast_low", "times_as_fast_high"))
+    readme, optimizers = squeeze((ROOT / "README.md").read_text()), squeeze(page("optimizers"))
+    assert f"predicts {row['time_s']:.2f} s of training. That is {fast} times as fast [{low} to {high}]" in readme
+    assert f"took {times['median']:.1f} s (n = {times['n']})" in readme
+    spans = [f"{1e3 * row[key]:.0f}" for key in ("time_s", "time_low_s", "time_high_s")]
+    assert f"predicts {spans[0]} ms of training ({spans[1]} to {spans[2]} ms, 90%)" in optimizers
+    assert f"{fast} times as fast ({low} to {high})" in optimizers
+
+
 def test_optimizer_step_ratios_are_the_committed_result() -> None:
     said = squeeze(page("batches"))
     eager = result("optimizers")["eager"]["by_optimizer"]
