@@ -2,10 +2,10 @@
 
     python bench/plan_growth.py [--rounds 3] [--recipe batch-16384] [--cluster dgx-h100] [--workers 1,8,16,32,64]
 
-Three steps, each as a user would take it: `paceline train` with SGD at batch 128 (the arm "sgd 128" of studies/growth.toml),
+Four steps, each as a user would take it: `paceline train` with SGD at batch 128 (the arm "sgd 128" of studies/growth.toml),
 `--rounds` times; `paceline train` with the recipe's model and optimizer on one worker, at batches from 2,048 down to 16, for
-the times of a step; `paceline plan` with the recipe's schedule. For a trial on a CPU add `--task fashion-mnist-mini --model cnn
---rounds 1`.
+the times of a step; `paceline plan` with the recipe's schedule; the recipe itself on one worker, once for each way to cut its
+steps into parts. For a trial on a CPU add `--task fashion-mnist-mini --model cnn --rounds 1`.
 """
 
 import argparse
@@ -26,6 +26,12 @@ from paceline.toml import read_recipe
 ROOT = Path(__file__).parents[1]
 BATCHES = (2048, 1024, 512, 256, 128, 64, 32, 16)
 """Of the calibration: the largest first, so that `--fast auto` takes the run for a short one."""
+
+CUTS = {
+    "64 parts, 16 at once": ["--virtual-workers", "64", "--smallest-part", "16", "--parts-at-once", "16"],
+    "64 parts, all at once": ["--virtual-workers", "64", "--smallest-part", "16", "--parts-at-once", "0"],
+    "8 parts, in turn": ["--virtual-workers", "8", "--smallest-part", "2048", "--parts-at-once", "1"],
+}
 
 
 def main() -> None:
@@ -61,7 +67,7 @@ def main() -> None:
             "what": f"predicted time of {args.recipe} on {args.cluster}, against SGD at batch 128 on one worker",
             "reference": {"what": "seconds of training", "n": len(times), **spread(times), "values": times},
             "plan": read_json(Path(folder, "plan.json")),
-            "said": said.splitlines(),
+            "one_worker": {"what": f"{args.recipe} on one worker, one run each", "runs": cut(folder, args, common)},
         }
     write(args.out, result)
 
@@ -71,6 +77,18 @@ def calibration(folder: str, recipe: dict[str, Any]) -> list[str]:
     schedule = {str(2 * place): batch for place, batch in enumerate(BATCHES)}
     parts = {"batch_schedule": schedule, "global_batch": BATCHES[0], "virtual_workers": 1, "base_lr": 0.001, "rest_lr": 0.001}
     return ["--recipe", save(folder, "calibration", {**recipe, **parts}), "--epochs", str(2 * len(BATCHES)), "--profile"]
+
+
+def cut(folder: str, args: argparse.Namespace, common: list[str]) -> dict[str, Any]:
+    """The recipe on one worker with many small parts, some or all at once, and with few large ones."""
+    found = {}
+    for name, flags in CUTS.items():
+        run = name.replace(",", "").replace(" ", "-")
+        paceline(folder, "train", args.task, "--recipe", args.recipe, "--name", run, *flags, *common)
+        result = read_result(Path(folder, "runs", run))
+        found[name] = {"flags": flags, "train_time_s": result["train_time_s"], "accuracy": result["metrics"]["accuracy"]}
+        print(f"{name}: {found[name]['train_time_s']:.2f} s", flush=True)
+    return found
 
 
 def save(folder: str, name: str, options: dict[str, Any]) -> str:

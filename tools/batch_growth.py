@@ -39,7 +39,7 @@ def pack_search(folder: Path) -> dict[str, Any]:
     common = {key: value for key, value in first.items() if all(each.get(key) == value for each in arms.values())}
     done = [run for run in found["runs"] if run["status"] == "done"]
     return {
-        "what": "Single runs by which the recipes of studies/growth.toml were chosen; options over the common ones.",
+        "what": "Runs by which the recipes of studies/growth.toml were chosen; options over the common ones.",
         **{key: found["environment"][key] for key in ("when", "versions", "devices")},
         "command": _command(found["environment"]["command"]),
         "git": sorted({run["git"] for run in done if run["git"]}),
@@ -190,7 +190,7 @@ def draw(growth: dict[str, Any], *others: dict[str, Any]) -> str:
         return _TOP + share * (_HEIGHT - _TOP - _BOTTOM)
 
     seeds = [n for line in lines.values() for *_, n in line]
-    about = f"WRN-16-4, Fashion-MNIST, 10 epochs, at least {plural(min(seeds), 'seed')}; numbers: steps"
+    about = f"WRN-16-4, Fashion-MNIST, 10 epochs, mean of at least {plural(min(seeds), 'seed')}; numbers: steps"
     shapes = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
         ' font-family="system-ui, sans-serif" font-size="13">',

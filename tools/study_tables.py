@@ -76,7 +76,7 @@ def headline_table(growth: dict[str, Any]) -> str:
 
 def schedule_table(growth: dict[str, Any]) -> str:
     """Each growing arm, by its largest batch: its batches, settings and result."""
-    lines = ["| | batches | V | peak lr | momentum | decay | averaging | steps | accuracy |", "|---" * 9 + "|"]
+    lines = ["| | batches | V | peak lr | momentum | weight decay | averaging | steps | accuracy |", "|---" * 9 + "|"]
     arms = {name: arm["options"] for name, arm in growth["study"]["arms"].items() if final_values(growth, name)}
     growing = {name: options for name, options in arms.items() if options.get("batch_schedule")}
     for name, options in sorted(growing.items(), key=lambda pair: (pair[1]["optimizer"], pair[1]["global_batch"])):

@@ -164,7 +164,7 @@ def test_picture_shows_growing_and_constant_batches_and_references(tool):
     assert lines["sgd"] == [(8192, 0.828, 12, 1)]
     picture = tool.draw(growth, batch)
     shown = ("Muon, growing", "Muon, constant", "SGD, growing", "SGD, constant", "0.9528, 12 steps", "SGD, constant 128")
-    for words in (*shown, "at least 1 seed; numbers"):
+    for words in (*shown, "mean of at least 1 seed; numbers"):
         assert words in picture
     assert picture.count("<circle") == 6
 

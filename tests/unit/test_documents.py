@@ -6,14 +6,19 @@ import json
 import re
 import statistics
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import paceline
 import paceline.cli
 from paceline.config import make_config
+from paceline.errors import UsageError
+from paceline.phases import make_phases, parse_batch_schedule
+from paceline.training.grouping import choose_grouping
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
@@ -119,6 +124,21 @@ def test_packaged_recipes_are_the_studys_arms() -> None:
             assert make_config({**study["options"], **study["arms"][arm]}) == make_config(
                 tomllib.loads(text), {"checkpoint_every": "0"}
             )
+
+
+@pytest.mark.parametrize("batch", [4096, 8192, 16384, 32768])
+def test_a_growing_recipe_has_work_for_64_workers_in_both_modes(batch: int) -> None:
+    text = (ROOT / "recipes" / f"batch-{batch}.toml").read_text()
+    found = make_config(tomllib.loads(text))
+    parts = {phase.parts for phase in make_phases(parse_batch_schedule(found.batch_schedule), 64, found.smallest_part)}
+    assert (found.virtual_workers, parts) == (64, {64})
+    net = nn.BatchNorm2d(1)
+    assert f"One worker passes up to {choose_grouping(net, found, 64, 1).at_once * batch // 64:,} samples at once" in text
+    exact = replace(found, reduce="exact")
+    assert choose_grouping(net, exact, 64, 4).at_once == 16
+    with pytest.raises(UsageError, match="use at most 4 workers"):
+        choose_grouping(net, exact, 64, 5)
+    assert choose_grouping(net, replace(exact, parts_at_once=1), 64, 64).at_once == 1
 
 
 @pytest.fixture(autouse=True)

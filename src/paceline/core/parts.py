@@ -382,7 +382,7 @@ def _check_all_work(sampler: Sampler, workers: int) -> None:
     if fewest < workers:
         raise UsageError(
             f"a norm layer takes its statistics over all workers, but a phase of the batch schedule has"
-            f" {plural(fewest, 'part')} for {workers} workers: use a smaller --smallest-part, or plain batch norm"
+            f" {plural(fewest, 'part')} for {workers} workers: use a smaller smallest_part, or plain batch norm"
         )
 
 

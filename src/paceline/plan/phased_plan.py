@@ -142,8 +142,8 @@ def _say_parts(plan: PhasedPlan) -> list[str]:
     if not several or any(point.workers < measured.virtual_workers for point in measured.points):
         return []
     return [
-        f"assumed: a worker's parts take as long as one part of all their samples, as measured (runs with"
-        f" {list_words(several)} workers; batch norm makes several parts slower: docs/plan.md)"
+        f"assumed: several parts of a worker, as with {list_words(several)} workers, take as long as one part of as many"
+        " samples: only single parts were measured, and batch norm makes several slower (docs/plan.md)"
     ]
 
 
