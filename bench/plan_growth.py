@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 BATCHES = (2048, 1024, 512, 256, 128, 64, 32, 16)
 """Of the calibration: the largest first, so that `--fast auto` takes the run for a short one."""
 
-CUTS = {
+CUTS = {  # of batch-16384
     "64 parts, 16 at once": ["--virtual-workers", "64", "--smallest-part", "16", "--parts-at-once", "16"],
     "64 parts, all at once": ["--virtual-workers", "64", "--smallest-part", "16", "--parts-at-once", "0"],
     "8 parts, in turn": ["--virtual-workers", "8", "--smallest-part", "2048", "--parts-at-once", "1"],
@@ -60,7 +60,7 @@ def main() -> None:
         middle = sorted(range(args.rounds), key=times.__getitem__)[args.rounds // 2]
         paceline(folder, "train", args.task, "--name", "calibration", *calibration(folder, recipe), *common)
         plan = ["plan", "calibration", "--cluster", args.cluster, "--workers", args.workers, "--against", f"sgd-128-{middle}"]
-        plan += ["--batch-schedule", schedule, "--virtual-workers", str(most), "--smallest-part", "16"]
+        plan += ["--batch-schedule", schedule, "--virtual-workers", str(most), "--smallest-part", str(recipe["smallest_part"])]
         said = paceline(folder, *plan, "--epochs", epochs, "--json", "plan.json")
         print(said)
         result = {

@@ -56,7 +56,8 @@ def main() -> None:
     subject = "clock and health" if args.of == "clock" else "the noise scale"
     what = f"images/s of {args.task} with and without {subject}"
     name = "timing.json" if args.of == "clock" else "timing_noise.json"
-    write(args.out or str(Path(__file__).parent / "results" / name), {"what": what, "where": where, "by_model": by_model})
+    result = {"what": what, "where": where, "options": asked[-1], "by_model": by_model}
+    write(args.out or str(Path(__file__).parent / "results" / name), result)
 
 
 def measure(here: World, model: str, task: str, rounds: int, of: str, options: dict[str, Any]) -> list[dict[str, float]]:

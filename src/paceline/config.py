@@ -54,8 +54,8 @@ class Config(RemembersGiven):
     many as keep the samples per worker about constant, up to one per GPU, or per core without GPUs (auto:4: up to 4). Only on
     one node."""
     virtual_workers: int | None = _place(None, Role.MODEL, Role.LAUNCH, Role.STATE, Role.SEVERAL_PARTS, Role.COMMON, at_least=1)
-    """V: split every step into V parts, each computed as one worker would (default: one part per worker). The model depends on
-    V, not on how many workers, from 1 to V, compute it."""
+    """V: split every step into V parts, each computed as one worker would (default: one part per worker). With --batch-schedule,
+    small batches may have fewer. The model depends on V, not on how many workers, from 1 to V, compute it."""
     parts_at_once: int = _place(0, Role.ROUNDING, at_least=0)
     """Parts that a worker runs in one forward pass, with separate batch-norm statistics for each (0: all its parts, or one
     after the other if the model needs that; 1 uses the least memory)."""
@@ -111,7 +111,8 @@ class Config(RemembersGiven):
     reference_batch: int = _batch(128, Role.MODEL, Role.METHOD, Role.COMMON, at_least=1)
     """The batch on one worker for which base_lr is known to work."""
     global_batch: int | None = _batch(None, Role.MODEL, Role.LAUNCH, Role.STATE, Role.SEVERAL_PARTS, Role.COMMON, at_least=1)
-    """Samples per step over all workers (default: reference_batch for each virtual worker)."""
+    """Samples per step over all workers; with --batch-schedule, of the largest batch (default: reference_batch for each virtual
+    worker)."""
     batch_schedule: str = _batch(
         "",
         Role.MODEL,
@@ -177,8 +178,8 @@ class Config(RemembersGiven):
     norm_part: int = _batch(0, Role.MODEL, Role.METHOD, at_least=0)
     """Batch norm over groups of N samples, in any model ("ghost" batch norm; 0: over each whole part)."""
     ema: float = _batch(0.0, Role.MODEL, Role.METHOD, at_least=0, less_than=1)
-    """Keep a moving average of the weights with this decay per step. The average is validated and saved, with batch-norm
-    statistics of its own (0: off)."""
+    """Keep a moving average of the weights with this decay per step (with --batch-schedule: per largest batch). The average is
+    validated and saved, with batch-norm statistics of its own (0: off)."""
     local_steps: int = _batch(0, Role.MODEL, Role.METHOD, Role.SEVERAL_PARTS, at_least=0)
     """Post-local SGD: late in the run, each part trains by itself for N steps between averagings (0: off)."""
     local_after: float = _batch(0.5, Role.MODEL, Role.METHOD, at_least=0, at_most=1)

@@ -159,8 +159,7 @@ def make_phases(pairs: Sequence[tuple[float, int]], parts: int, smallest_part: i
 def grow_batch(global_batch: int, epochs: float, parts: int, smallest_part: int, least: int) -> str:
     """A schedule that doubles the batch three times up to global_batch: at 10%, 30% and 60% of the epochs.
 
-    The phases are those of the arm "muon to 8192, 4 parts, 196 steps" in studies/growth.toml. Batches below
-    `least` are left out. "" if fewer than two phases are left: then the batch cannot grow.
+    As in the arm "muon to 8192, 4 parts, 196 steps" of studies/growth.toml. Batches below `least` are left out. "" if fewer than two phases are left: then the batch cannot grow.
     """
     pairs: list[tuple[float, int]] = []
     for share, divisor in _GROWTH:

@@ -117,7 +117,7 @@ def make_rehearsal(
         taken = {name: value for name, value in found.items() if name in names_with(Role.METHOD, Role.AUGMENT)}
         if taken.get("batch_schedule"):
             stretch = epochs / found.get("epochs", Config.epochs)
-            # A recipe made for few, large parts would leave most of these workers without one at first.
+            # With a recipe's large --smallest-part, some of these workers would have no part in early phases.
             smallest = min(taken.get("smallest_part", Config.smallest_part), Config.smallest_part)
             schedule = resize_batch_schedule(taken["batch_schedule"], batch, parts, smallest, stretch=stretch)
             taken |= {"batch_schedule": schedule, "smallest_part": smallest}
