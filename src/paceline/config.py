@@ -54,8 +54,8 @@ class Config(RemembersGiven):
     many as keep the samples per worker about constant, up to one per GPU, or per core without GPUs (auto:4: up to 4). Only on
     one node."""
     virtual_workers: int | None = _place(None, Role.MODEL, Role.LAUNCH, Role.STATE, Role.SEVERAL_PARTS, Role.COMMON, at_least=1)
-    """V: split every step into V parts, each computed as one worker would (default: one part per worker). With --batch-schedule,
-    small batches may have fewer. The model depends on V, not on how many workers, from 1 to V, compute it."""
+    """V: split every step into V parts, each computed as one worker would (default: one part per worker; with --batch-schedule
+    small batches may have fewer). The model depends on V, not on how many workers, from 1 to V, compute it."""
     parts_at_once: int = _place(0, Role.ROUNDING, at_least=0)
     """Parts that a worker runs in one forward pass, with separate batch-norm statistics for each (0: all its parts, or one
     after the other if the model needs that; 1 uses the least memory)."""

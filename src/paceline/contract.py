@@ -102,6 +102,7 @@ def contract_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     known = {name: value for name, value in facts.items() if isinstance(value, str | int | float)}
     if phases := _phase_lines(facts):
         known["phases"] = len(phases)
+        known["grows"] = phases[-1][0] == "later"
     lines = []
     for what, line in _LINES.items():
         if what == "resumed" and "resumed_at" not in known:
@@ -157,9 +158,9 @@ def _scale(k: float, lr_rule: str, peak_lr: float) -> str:
     return f"k = {k:g}, rule {lr_rule}: peak lr {peak_lr:g}{gain}"
 
 
-def _steps(steps_per_epoch: int, epochs: int, total_steps: int, phases: int = 0) -> str:
+def _steps(steps_per_epoch: int, epochs: int, total_steps: int, phases: int = 0, grows: bool = False) -> str:
     if phases:  # then epochs differ
-        return f"{total_steps:,} in total, at most {plural(epochs, 'epoch')}"
+        return f"{plural(epochs, 'epoch')}, {'at most ' if grows else ''}{total_steps:,} in total"
     return f"{steps_per_epoch:,} per epoch, {plural(epochs, 'epoch')}, {total_steps:,} in total"
 
 

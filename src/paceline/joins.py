@@ -23,7 +23,7 @@ _RULE = 'it must be epoch:workers pairs, such as "0:1 1:2 2.5:4", or auto, or au
 
 @dataclass(frozen=True, kw_only=True)
 class Spot:
-    """A place between two steps of a run: all that the number of workers from there on follows from."""
+    """A place between two steps of a run: what decides how many workers go on from there."""
 
     done: int
     """Samples that are used before it, since the start of the run."""

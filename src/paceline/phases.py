@@ -7,7 +7,8 @@ imports torch.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,15 +66,16 @@ def check_starts(pairs: Sequence[tuple[float, int]], epochs: float) -> None:
     if late is not None:
         raise UsageError(
             f"--batch-schedule has a phase from epoch {late:g} on, but the run has {plural(int(epochs), 'epoch')}: give more"
-            " --epochs, or leave the phase out"
+            f" --epochs, or another schedule than {write_pairs(pairs)!r}"
         )
 
 
 def phases_of_auto(text: str, global_batch: int, parts: int, smallest_part: int) -> tuple[Phase, ...]:
     """Every phase that `--batch-schedule auto` may have, all from epoch 0: the first batch, then its doublings.
 
-    It starts at the batch given or at global_batch / 32. It starts at more if that does not divide into two or more parts of
-    `smallest_part` samples, whose gradients are compared. Raises a UsageError for a start that cannot be used.
+    It starts at the batch given, or at global_batch / 32. Without a given one it starts higher if that batch would not divide
+    into at least two parts of `smallest_part` samples: their gradients are compared. Raises a UsageError for a given start
+    that cannot be used.
     """
     first, given = global_batch, text.partition(":")[2]
     for _ in range(_HALVINGS):
@@ -148,6 +150,8 @@ def make_phases(pairs: Sequence[tuple[float, int]], parts: int, smallest_part: i
         count = _count_parts(batch, largest, parts, smallest_part)
         if batch % count:
             below, above = batch // count * count, (batch // count + 1) * count
+            if _count_parts(above, largest, parts, smallest_part) != count:  # it would have more parts
+                above = (count + 1) * min(smallest_part, largest // parts)
             raise UsageError(
                 f"--batch-schedule: the global batch of {batch} from epoch {start:g} on does not divide into"
                 f" {plural(count, 'equal part')}: use {f'{below} or {above}' if below else above}"
@@ -159,7 +163,8 @@ def make_phases(pairs: Sequence[tuple[float, int]], parts: int, smallest_part: i
 def grow_batch(global_batch: int, epochs: float, parts: int, smallest_part: int, least: int) -> str:
     """A schedule that doubles the batch three times up to global_batch: at 10%, 30% and 60% of the epochs.
 
-    As in the arm "muon to 8192, 4 parts, 196 steps" of studies/growth.toml. Batches below `least` are left out. "" if fewer than two phases are left: then the batch cannot grow.
+    As in the arm "muon to 8192, 4 parts, 196 steps" of studies/growth.toml. Batches below `least` are left out.
+    "" if fewer than two phases are left: then the batch cannot grow.
     """
     pairs: list[tuple[float, int]] = []
     for share, divisor in _GROWTH:
@@ -186,10 +191,14 @@ def resize_batch_schedule(text: str, global_batch: int, parts: int, smallest_par
 
 
 def batch_words(batches: Sequence[int]) -> str:
-    """The batches of a run's phases: `1,024 to 8,192 in 4 phases`; `1,024` for a single one, "" for none."""
+    """The batches of a run's phases: `1,024 to 8,192 in 4 phases`; `1,024` for a single one, "" for none. If the batch goes up
+    and down: `between 1,024 and 8,192 in 4 phases`."""
     if len(batches) < 2:
         return "".join(f"{batch:,}" for batch in batches)
-    return f"{batches[0]:,} to {batches[-1]:,} in {plural(len(batches), 'phase')}"
+    count = plural(len(batches), "phase")
+    if list(batches) in (sorted(batches), sorted(batches, reverse=True)):
+        return f"{batches[0]:,} to {batches[-1]:,} in {count}"
+    return f"between {min(batches):,} and {max(batches):,} in {count}"
 
 
 def place_of(start: float, samples: int) -> int:
@@ -209,29 +218,42 @@ def check_largest(pairs: Sequence[tuple[float, int]], global_batch: int | None) 
     largest = largest_batch(pairs, global_batch or 0)
     if global_batch is not None and largest != global_batch:
         raise UsageError(
-            f"--global-batch is {global_batch}, but the largest batch of --batch-schedule is {largest}: give the same, or leave"
-            " --global-batch out"
+            f"--global-batch is {global_batch}, but the largest batch of --batch-schedule {write_pairs(pairs)!r} is {largest}:"
+            " change one of them, or give --batch-schedule none for a constant batch"
         )
 
 
 def as_phases(
     given: str | Mapping[Any, Any] | Sequence[Phase], global_batch: int | None, parts: int, smallest_part: int
 ) -> tuple[Phase, ...]:
-    """The phases of `Parts(batch_schedule=...)`; empty for a constant batch."""
-    text = write_batch_schedule(given) if isinstance(given, Mapping) else given
-    if isinstance(text, str):
-        if is_auto(text):
-            raise UsageError("batch_schedule='auto' is for paceline train: in a loop of your own, give the epochs and batches")
-        try:
-            pairs = parse_batch_schedule(text)
-            check_largest(pairs, global_batch)
-            return make_phases(pairs, parts, smallest_part)
-        except UsageError as error:  # it names flags: name arguments
-            raise UsageError(_FLAG.sub(lambda flag: flag[1].replace("-", "_"), str(error))) from None
-    phases = [phase for phase in text if isinstance(phase, Phase)] if isinstance(text, Sequence) else None
-    if phases is None or len(phases) != len(text):
-        raise UsageError(f'batch_schedule is {text!r}: give text such as "0:256 1:512", or a dict such as {{0: 256, 1: 512}}')
-    return tuple(phases)
+    """The phases of `Parts(batch_schedule=...)`; empty for a constant batch. Errors name flags: see `naming_arguments`."""
+    if not isinstance(given, str | Mapping):
+        phases = [phase for phase in given if isinstance(phase, Phase)] if isinstance(given, Sequence) else None
+        if phases is None or len(phases) != len(given):
+            raise UsageError(
+                f'batch_schedule is {given!r}: give text such as "0:256 1:512", or a dict such as {{0: 256, 1: 512}}'
+            )
+        return tuple(phases)
+    text = given if isinstance(given, str) else write_batch_schedule(given)
+    if is_auto(text):
+        raise UsageError("batch_schedule='auto' is for paceline train: in a loop of your own, give the epochs and batches")
+    pairs = parse_batch_schedule(text)
+    largest = largest_batch(pairs, global_batch or 0)
+    if global_batch is not None and largest != global_batch:
+        raise UsageError(
+            f"the largest batch of batch_schedule is {largest}, but the global batch (global_batch, or the loader's batch_size)"
+            f" is {global_batch}: they must be equal"
+        )
+    return make_phases(pairs, parts, smallest_part)
+
+
+@contextmanager
+def naming_arguments() -> Iterator[None]:
+    """Let errors that name flags name the arguments of `Parts` instead."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(_FLAG.sub(lambda flag: flag[1].replace("-", "_"), str(error))) from None
 
 
 def _count_parts(batch: int, largest: int, parts: int, smallest_part: int) -> int:

@@ -43,7 +43,7 @@ COMPONENTS = ("input", "compute", "communication", "waiting", "optimizer", "othe
 
 ROW_FIELDS = frozenset(
     (
-        *("kind", "step", "epoch", "time_s", "lr", "epoch_time_s", "samples_per_s"),
+        *("kind", "step", "epoch", "time_s", "lr", "epoch_time_s", "samples", "samples_per_s"),
         *("noise_scale", "gain", "gradient_variance", "gradient_square", "loss_scale", "skipped_steps"),
     )
 )

@@ -33,7 +33,7 @@ from paceline.study.results import (
     step_words,
     table,
 )
-from paceline.study.study import Arm, Study, is_built_in, parse_seeds, read_base, run_study
+from paceline.study.study import Arm, Study, all_options, is_built_in, parse_seeds, read_base, run_study
 from paceline.toml import packaged_recipes, read_recipe, to_toml
 
 REFERENCE = "reference"
@@ -97,7 +97,7 @@ def make_rehearsal(
     if plain.get("lr_rule") == "adascale":
         plain["lr_rule"] = "none"  # at k = 1 its gain is 1
     large = {"virtual_workers": parts, "global_batch": batch}
-    constant = {"batch_schedule": ""} if given else {}  # the task's defaults may have one
+    constant = {"batch_schedule": ""} if "batch_schedule" in asked else {}  # the task's defaults may have one
     one = {"virtual_workers": 1, "global_batch": reference_batch}
     arms = [
         Arm(name=REFERENCE, options={**plain, **one, **constant}, about="one worker"),
@@ -244,18 +244,11 @@ def _badness(results: Mapping[str, Any], arm: str) -> float:
 def _write_recipe(path: Path, study: Study, best: str, workers: int) -> None:
     """Write all options of the arm except `workers`, which depends on where the recipe is used."""
     options = next(arm.options for arm in study.arms if arm.name == best)
-    config = replace(make_config(_defaults(study.task, options)), workers=None)
+    config = replace(make_config(all_options(study.task, options)), workers=None)
     about = f"# {best}, rehearsed\n#     paceline train {study.task} --workers {workers} --recipe THIS_FILE\n"
     write_file(path, about + to_toml(config, without=names_with(Role.STUDY)))
 
 
-def _defaults(task: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Every option of a run of this task, with the task's own defaults filled in."""
-    from paceline.training import tasks
-
-    return {name: value for name, value in vars(tasks.resolve(task, options)[1]).items() if value is not None}
-
-
 def _task_default(task: str, options: Mapping[str, Any], name: str) -> Any:
     """The task's default for an option. For a built-in task this is Config's, so the task need not be loaded."""
-    return getattr(Config, name) if is_built_in(task) else _defaults(task, options)[name]
+    return getattr(Config, name) if is_built_in(task) else all_options(task, options)[name]

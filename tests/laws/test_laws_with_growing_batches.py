@@ -114,6 +114,21 @@ def test_auto_that_does_not_reach_the_largest_batch_says_so() -> None:
     assert short.watcher.notes[-1].endswith(", and did not reach 32")
 
 
+def test_auto_decides_in_the_last_step_only_for_a_longer_run() -> None:
+    """The first decision comes after step 9 (see above): it begins no phase in a run of 9 steps."""
+    options = {**AUTO, **EXACT, "batch_noise_ratio": 1e-9}
+    trained = train_in(ALONE, blobs(), {**options, "max_steps": 9})
+    assert batches(trained) == [(0, 8)]
+    assert trained.watcher.notes[-1] == "the batch stayed at 8: it doubles when the noise scale is 1e-09 times as large"
+    assert batches(train_in(ALONE, blobs(), {**options, "max_steps": 10})) == [(0, 8), (72 / 103, 16)]
+
+
+def test_auto_that_cannot_start_lower_says_so_at_its_start_and_end() -> None:
+    trained = train_in(ALONE, blobs(), {**AUTO, **EXACT, "batch_schedule": "auto:32"})
+    assert any(note.startswith("--batch-schedule auto:32 starts at the global batch of 32") for note in trained.watcher.notes)
+    assert trained.watcher.notes[-1] == "the batch was 32 from the start: it could not grow"
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("auto")])
 def test_the_phases_that_auto_found_train_the_same_model(alone: dict[str, Trained], name: str) -> None:
     found = alone[name].watcher.notes[-1]

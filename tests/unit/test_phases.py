@@ -106,7 +106,23 @@ def test_a_place_is_written_with_few_digits_and_found_again(samples):
 
 def test_phases_in_words():
     assert batch_words([1024, 2048, 4096, 8192]) == "1,024 to 8,192 in 4 phases"
+    assert batch_words([1024, 256]) == "1,024 to 256 in 2 phases"
+    assert batch_words([1024, 4096, 1024]) == "between 1,024 and 4,096 in 3 phases"
     assert (batch_words([1024]), batch_words([])) == ("1,024", "")
+
+
+@pytest.mark.parametrize(("largest", "parts", "smallest"), [(4096, 64, 32), (600, 6, 1), (96, 3, 8), (640, 64, 32), (70, 7, 3)])
+def test_every_batch_that_an_error_recommends_is_accepted(largest, parts, smallest):
+    refused = 0
+    for batch in range(1, largest):
+        try:
+            make_phases([(0, batch), (1, largest)], parts, smallest)
+        except UsageError as error:
+            refused += 1
+            recommended = [int(each) for each in str(error).rpartition(": use ")[2].split(" or ")]
+            assert all(make_phases([(0, each), (1, largest)], parts, smallest) for each in recommended)
+            assert min(abs(each - batch) for each in recommended) <= max(parts, smallest)
+    assert refused
 
 
 def test_the_largest_batch_need_not_be_the_last():

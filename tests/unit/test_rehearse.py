@@ -268,3 +268,20 @@ def test_a_model_without_hidden_layers_has_no_muon_arm(package):
     for model, arms in (("linear", 3), ("mlp:width=8", 4)):
         study, _ = make_rehearsal("fashion-mnist-mini", {**options, "model": model}, seeds=(0,))
         assert len(study.arms) == arms
+
+
+def test_a_schedule_of_the_task_is_replaced_by_none_in_every_arm(package):
+    package(batch_32="global_batch = 32\n")
+    Path("my_own.py").write_text(
+        "import torch\nfrom paceline import Arrays, Task\n"
+        "def task():\n    data = lambda: Arrays((torch.randn(64, 5),))\n"
+        "    return Task(name='own', train=data, validation=data, model=lambda: torch.nn.Linear(5, 1), unit='points',\n"
+        "                objective=lambda m, b: {'loss': m(b[0]).squeeze(1) ** 2},\n"
+        "                defaults={'reference_batch': 8, 'batch_schedule': '0:8 1:16'})\n"
+    )
+    study, _ = make_rehearsal("my_own.py", {"workers": 4, "batch_schedule": "none"})
+    assert [arm.options.get("batch_schedule") for arm in study.arms] == ["", "", "0:8 1.5:16 3:32"]
+    assert list_runs(study)  # this checks every arm
+    study, _ = make_rehearsal("my_own.py", {"workers": 4})
+    assert [arm.options.get("batch_schedule") for arm in study.arms] == ["", "0:8 1:16", ""]
+    assert list_runs(study)

@@ -43,7 +43,7 @@ from paceline.core.trees import move
 from paceline.dist.world import World, default_world
 from paceline.errors import UsageError
 from paceline.output import plural
-from paceline.phases import Phase, as_phases
+from paceline.phases import Phase, as_phases, naming_arguments
 
 _EVALUATION = 0xE7A1  # keeps the random numbers of evaluation apart from those of training
 
@@ -95,12 +95,13 @@ class Parts:
         self.model, self.world = model, world or default_world(next(model.parameters()).device)
         parts = virtual_workers or self.world.size
         check_parts(parts, self.world.size)
-        if global_batch is None and loader is None and batch_schedule:
-            global_batch = max((phase.global_batch for phase in as_phases(batch_schedule, None, 1, 1)), default=None)
-        samples, global_batch = plan_batches(loader, samples, global_batch)
-        _check_arguments(reduce, min(at_once, accumulate, global_batch, smallest_part))
-        phases = as_phases(batch_schedule, global_batch, parts, smallest_part)
-        self.sampler = Sampler(samples, global_batch, parts, seed, weights, stream, phases)
+        with naming_arguments():
+            if global_batch is None and loader is None and batch_schedule:
+                global_batch = max((phase.global_batch for phase in as_phases(batch_schedule, None, 1, 1)), default=None)
+            samples, global_batch = plan_batches(loader, samples, global_batch)
+            _check_arguments(reduce, min(at_once, accumulate, global_batch, smallest_part))
+            phases = as_phases(batch_schedule, global_batch, parts, smallest_part)
+            self.sampler = Sampler(samples, global_batch, parts, seed, weights, stream, phases)
         self.exact, self._accumulate = reduce == "exact", accumulate
         if self.exact:
             set_deterministic()

@@ -38,6 +38,8 @@ class Cut:
     """Where each step starts in the order, and where the last one ends."""
     phases: np.ndarray
     """Each step's phase, as a number."""
+    last_full: frozenset[int]
+    """The steps with a whole global batch after which comes none, or one of another phase."""
 
     @property
     def steps(self) -> int:
@@ -69,6 +71,8 @@ class Sampler:
             object.__setattr__(self, "weights", check_weights(self.weights))
             if self.dealt:
                 raise UsageError("a stream cannot be sampled by weights: it is read in its own order; leave the weights out")
+        if self.phases and self.phases[0].start > 0:
+            raise UsageError(f"the first phase starts at epoch {self.phases[0].start:g}: it must start at epoch 0")
         if not self.phases:
             object.__setattr__(self, "phases", (Phase(0.0, self.global_batch, self.parts),))
         if self.samples < self.parts:
@@ -122,10 +126,7 @@ class Sampler:
     def is_last_full(self, step: int) -> bool:
         """Whether a step has a whole global batch, and the next one has not or is in another phase or epoch."""
         epoch, number = self.place(step)
-        cut = self.cut(epoch)
-        sizes, phases = np.diff(cut.bounds[number : number + 3]), cut.phases[number : number + 2]
-        full = [int(size) == self.phases[phase].global_batch for size, phase in zip(sizes, phases, strict=True)]
-        return full[0] and (len(full) == 1 or not full[1] or phases[0] != phases[1])
+        return number in self.cut(epoch).last_full
 
     def samples_before(self, step: int) -> int:
         """Samples that are used before a step, since the start of the run."""
@@ -181,7 +182,10 @@ class Sampler:
             extend(np.arange(steps + 1) * batch, current)
             at, current = at + steps * batch, i
         extend(self._cut_rest(self.samples - at, self.phases[current]), current)
-        return Cut(np.concatenate(bounds), np.concatenate(numbers))
+        of, ends = np.concatenate(numbers), np.concatenate(bounds)
+        full = np.diff(ends) == np.asarray([phase.global_batch for phase in self.phases])[of]
+        goes_on = np.append(full[1:] & (of[1:] == of[:-1]), False)
+        return Cut(ends, of, frozenset(np.flatnonzero(full & ~goes_on).tolist()))
 
     def _cut_rest(self, samples: int, phase: Phase) -> np.ndarray:
         """Cut the last samples of an epoch into steps of one phase."""

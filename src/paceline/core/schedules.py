@@ -14,7 +14,7 @@ To add a rule, add it to `scale_lr` and to `lr_rule` in `config.py`; to add a sh
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -153,20 +153,23 @@ class Schedule:
     def corners(self) -> frozenset[int]:
         """The steps where the curve bends (its peak is one) and those on both sides of a drop.
 
-        A curve of every n-th step would miss them. Empty for a schedule by epoch: all steps of an epoch have one learning rate,
-        which the row of the last step shows.
+        A curve of every n-th step would miss them. For a schedule by epoch only those where a phase begins: otherwise all steps
+        of an epoch have one learning rate, which the row of the last step shows.
         """
+        jumps = [] if self.sampler is None else list(itertools.accumulate(self.sampler.count_by_phase(self.total_steps)))
         if self.by == "epoch":
-            return frozenset()
+            return self._inside(jumps)
         bends = [self._step_after(self._warm)]
         if self.shape == "one-cycle":
             bends.append(self._step_after(self.peak_at * self._end))
         steps = {max((bend - 1, bend), key=self.lr) for bend in bends if bend > 0}
-        jumps = [self._step_after(at * self._drop_unit) for at in self.step_at] if self.shape == "step" else []
-        if self.sampler is not None:
-            jumps += list(itertools.accumulate(self.sampler.count_by_phase(self.total_steps)))
-        steps |= {step for jump in jumps for step in (jump - 1, jump)}
-        return frozenset(step for step in steps if 0 < step < self.total_steps)
+        jumps += [self._step_after(at * self._drop_unit) for at in self.step_at] if self.shape == "step" else []
+        return self._inside(jumps, steps)
+
+    def _inside(self, jumps: Iterable[int], bends: Iterable[int] = ()) -> frozenset[int]:
+        """Bends, and the steps on both sides of jumps, as far as the run has them."""
+        found = {*bends, *(step for jump in jumps for step in (jump - 1, jump))}
+        return frozenset(step for step in found if 0 < step < self.total_steps)
 
 
 def scale_lr(base_lr: float, k: float, rule: str) -> float:
@@ -193,7 +196,7 @@ def make_schedule(config: Config, sampler: "Sampler") -> Schedule:
         step_at=parse_milestones(config.step_at),
         step_factor=config.step_factor,
         sampler=sampler if sampler.grows else None,
-        samples=config.epochs * sampler.samples if is_auto(config.batch_schedule) else 0,
+        samples=config.epochs * sampler.samples if sampler.grows and is_auto(config.batch_schedule) else 0,
         batch_power=config.batch_lr_power,
     )
 

@@ -25,12 +25,12 @@ from paceline.errors import PacelineError, Stopped
 from paceline.explanation import deepest_user_frame
 from paceline.output import is_terminal, warn
 
-PHASES = ("loading", "data", "forward", "backward", "reduce", "validation", "checkpoint", "hook")
+STAGES = ("loading", "data", "forward", "backward", "reduce", "validation", "checkpoint", "hook")
 """What a worker can be doing: before the first step, then in the order of a step."""
 
 _MAY_WAIT = ("backward", "reduce")  # DDP averages within backward, so the worker may just be waiting for another one
 _WAIT_LONGER_S = 2.0  # ... and then gives the one that hangs time to say so first
-_STUCK_S = 5.0  # asked to stop, but this long in such a phase: the worker it waits for is probably gone
+_STUCK_S = 5.0  # asked to stop, but this long in such a stage: the worker it waits for is probably gone
 _LOOK_EVERY_S = 0.25
 _UNWIND_S = 5.0  # time to close the record after an exception, such as that of a second Ctrl-C
 
@@ -54,7 +54,7 @@ class Watch:
         self._place = read_place()
         self._last: tuple[float, int, str] | None = None
         self._seen: tuple[float, int, str] | None = None  # `_last` when the thread last checked
-        self._age_s = self._longest_wait_s = 0.0  # how long it has been in this phase, if it may be waiting
+        self._age_s = self._longest_wait_s = 0.0  # how long it has been in this stage, if it may be waiting
         self._exit_code = STOPPED
         self._asked = self._deadline = float("inf")
         self._error: BaseException | None = None  # for the main thread to raise
@@ -90,9 +90,9 @@ class Watch:
         os.close(self._writer)
         os.close(self._reader)
 
-    def mark(self, step: int, phase: str) -> None:
-        """Report progress: the phase that starts now. Call it again now and then during a long wait that is expected."""
-        self._last = (time.monotonic(), step, phase)
+    def mark(self, step: int, stage: str) -> None:
+        """Report progress: the stage that starts now. Call it again now and then during a long wait that is expected."""
+        self._last = (time.monotonic(), step, stage)
 
     def why_stop(self) -> str:
         """Why the run stops: `stop`, or the launcher's reason if another worker saw it first."""
@@ -184,19 +184,19 @@ class Watch:
         last = self._last
         if last is None or last[2] == "loading":  # loading data has no time limit
             return
-        when, step, phase = last
-        may_wait = phase in _MAY_WAIT and self._place.size > 1
+        when, step, stage = last
+        may_wait = stage in _MAY_WAIT and self._place.size > 1
         if last is not self._seen:
             self._longest_wait_s = max(self._longest_wait_s, self._age_s)
         self._seen, self._age_s = last, (time.monotonic() - when) * may_wait
         if may_wait:
-            self._check_stuck(when, step, phase)
+            self._check_stuck(when, step, stage)
         if time.monotonic() - when < self._timeout_s + _WAIT_LONGER_S * may_wait:
             return
         if may_wait:
-            text = f"worker {self._rank} waited {self._timeout_s:g} s for another worker at step {step}, in {phase}"
+            text = f"worker {self._rank} waited {self._timeout_s:g} s for another worker at step {step}, in {stage}"
         else:
-            text = f"worker {self._rank} hung: no progress for {self._timeout_s:g} s at step {step}, in {phase}"
+            text = f"worker {self._rank} hung: no progress for {self._timeout_s:g} s at step {step}, in {stage}"
         stack = traceback.extract_stack(sys._current_frames().get(self._watched))
         failure = messages.Failure(
             *(self._rank, time.time(), 1, text, may_wait, may_wait),
@@ -214,7 +214,7 @@ class Watch:
             time.sleep(_WAIT_LONGER_S)  # let other waiting workers say so: the one that stays silent is the one that hangs
         exit_now(1)
 
-    def _check_stuck(self, when: float, step: int, phase: str) -> None:
+    def _check_stuck(self, when: float, step: int, stage: str) -> None:
         """End a worker that was asked to stop while it waits for others. torchrun stops all workers when one fails, and a
         collective with that one never ends.
 
@@ -222,7 +222,7 @@ class Watch:
         """
         limit = max(_STUCK_S, 2 * self._longest_wait_s)
         if time.monotonic() - max(when, self._asked) > limit:
-            late = f"paceline: worker {self._rank} was asked to stop and is stuck at step {step}, in {phase}: ending it now"
+            late = f"paceline: worker {self._rank} was asked to stop and is stuck at step {step}, in {stage}: ending it now"
             warn(late)
             exit_now(self._exit_code)
 

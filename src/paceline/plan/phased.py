@@ -114,7 +114,8 @@ def find_schedule(
 def _cut(phases: tuple[Phase, ...], parts: int, length: tuple[int, int | None], samples: int, *, own: bool) -> Schedule:
     """Cut all epochs into steps. `length`: epochs, and the steps after which the run ends, if it ended within an epoch."""
     epochs, end = length
-    sampler = Sampler(samples, max(phase.global_batch for phase in phases), parts, 0, phases=phases)
+    most = max(phases, key=lambda phase: phase.global_batch)  # of auto it may have fewer parts than V
+    sampler = Sampler(samples, most.global_batch, most.parts, 0, phases=phases)
     end = min(end or sampler.first_step(epochs), sampler.first_step(epochs))
     counts: Counter[tuple[int, int]] = Counter()
     last = sampler.place(end - 1)[0]

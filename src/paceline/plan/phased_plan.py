@@ -198,7 +198,7 @@ def conclude_schedule(plan: PhasedPlan) -> list[str]:
 def _say_returns(plan: PhasedPlan) -> str:
     returns, most = plan.returns, plan.rows[-1]["workers"]
     if returns.stop_at is None:
-        return f"Returns continue up to {count_words(most)}, the most asked about."
+        return f"Returns continue up to {count_words(most)}, the most that were predicted."
     now, after = returns.next_to
     saved = f"{returns.saved:.0%}" if (returns.saved or 0) > 0 else "none"
     return (

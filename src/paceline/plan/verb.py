@@ -45,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against", default="", metavar="RECORD", help="compare a schedule's time with this run's training time"
     )
     parser.add_argument(
-        "--links", default="", metavar="RECORD", help="of paceline scale: all-reduces for --cluster here, if RECORD has none"
+        "--links",
+        default="",
+        metavar="RECORD",
+        help="with --cluster here: the record of paceline scale to take all-reduces from, if RECORD has none",
     )
     parser.add_argument("--json", default="", metavar="FILE", help="also write everything as JSON")
     parser.add_argument("--runs-dir", default="runs", metavar="DIR", help="folder to search for records by name [runs]")

@@ -194,7 +194,7 @@ def _describe_buckets(timed: Sequence[Timed]) -> list[dict[str, Any]]:
     """When each of DDP's buckets is ready, from the start of the last backward pass: medians over this worker's steps."""
     rows = []
     for step in timed:
-        spans = [(begin, end) for phase, begin, end in step.spans() if phase == "backward"]
+        spans = [(begin, end) for stage, begin, end in step.spans() if stage == "backward"]
         if spans and step.buckets:
             begin, end = spans[-1][0], step.ready if step.ready is not None else spans[-1][1]
             rows.append([(bucket["bytes"], bucket["ready"] - begin, end - begin) for bucket in step.buckets])

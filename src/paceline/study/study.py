@@ -204,7 +204,7 @@ def shrink(study: Study) -> Study:
     arms = []
     for arm in study.arms:
         options = {name: value for name, value in arm.options.items() if name not in _NOT_IN_MINI}
-        batches = _small_batches(arm.options)
+        batches = _small_batches(all_options(study.task, arm.options) if own else arm.options)
         options |= {**batches, "epochs": 1, "checkpoint_every": "0", "precision": "auto", "fast": "auto"}
         samples = min(6000, 3 * batches["global_batch"])
         options |= {"max_steps": 3} if own else {"model": "cnn:width=4", "train_samples": samples}
@@ -217,6 +217,13 @@ def shrink(study: Study) -> Study:
         arms.append(replace(arm, options=options))
     task = study.task if own else "fashion-mnist-mini"
     return replace(study, name=f"{study.name}-mini", task=task, seeds=study.seeds[:1], arms=tuple(arms), mini=True)
+
+
+def all_options(task: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option of a run of this task, with the task's own defaults filled in."""
+    from paceline.training import tasks
+
+    return {name: value for name, value in vars(tasks.resolve(task, options)[1]).items() if value is not None}
 
 
 def list_runs(study: Study) -> list[RunSpec]:

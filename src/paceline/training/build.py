@@ -162,7 +162,8 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
     model, grouping, notes = make_model(trial)
     if grouping.at_once > 1:  # smaller last steps run in turn, and their parts' shards must be in the same process
         feed = replace(feed, own_shards=1)
-    notes = (*describe_batch(sampler, schedule), *_describe_workers(config, world, sampler, schedule, grouping.at_once), *notes)
+    described = describe_batch(config, sampler, schedule)
+    notes = (*described, *_describe_workers(config, world, sampler, schedule, grouping.at_once), *notes)
     initial = start_from(model, config, world, initial)
 
     def load(data: Data, feed: Feed) -> Loader:

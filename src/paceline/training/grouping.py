@@ -50,7 +50,8 @@ def _choose_grouping(model: nn.Module, config: Config, parts: int, workers: int)
                 " their number; use plain batch norm (norm=batch or part), or --reduce fast"
             )
         if config.sam_rho or measures_noise(config):
-            option = "--sam-rho" if config.sam_rho else "--measure-noise" if config.measure_noise else "--lr-rule adascale"
+            noise = "--batch-schedule auto" if is_auto(config.batch_schedule) else "--lr-rule adascale"
+            option = "--sam-rho" if config.sam_rho else "--measure-noise" if config.measure_noise else noise
             raise UsageError(
                 f"{option} needs each part's own gradient, but {spanning} takes its statistics over the step: use norm=batch"
             )

@@ -43,7 +43,7 @@ def with_local_steps(
 
 
 class LocalSteps:
-    """Trains the steps of the local phase; hands all earlier ones to another executor."""
+    """Trains the local steps; hands all earlier ones to another executor."""
 
     def __init__(self, step: TrainStep, before: Executor, first: int, every: int, say: Callable[[str], None]) -> None:
         """`before` trains the steps up to `first`; then parts are averaged after each `every` steps."""
@@ -57,7 +57,7 @@ class LocalSteps:
         self._counts: list[int] = []
 
     def __call__(self, step: Step, inputs: Iterator[Inputs], requests: Requests = (False, False)) -> Tensor:
-        """Train a step. Every pass of the local phase holds one part. Collective: call on every rank."""
+        """Train a step. Every pass of a local step holds one part. Collective: call on every rank."""
         if step.number < self._first:
             return self._before(step, inputs, requests)
         self._announce()

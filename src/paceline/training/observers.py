@@ -369,8 +369,7 @@ class Printer:
             return
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
         reached = f": {metrics}" if metrics else " without validation"
-        whole = self._pace.is_whole(result.epochs, result.steps)
-        length = plural(result.epochs, "epoch") if whole else plural(result.steps, "step")
+        length = plural(result.epochs, "epoch") if self._pace.whole else plural(result.steps, "step")
         self._line(f"{result.status}{reached} after {length}, {result.train_time_s:.1f} s of training")
         if result.best:
             self._line(describe_best(result.best))

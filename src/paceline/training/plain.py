@@ -16,7 +16,7 @@ def make_step(
 ) -> TrainStep:
     """The plain step of a run that starts at step `number`."""
     checks = TaskChecks(run.parts, run.forward, say)
-    mark = watch.mark if watch else lambda number, phase: None
+    mark = watch.mark if watch else lambda number, stage: None
     given: dict[str, Any] = {"clock": clock, "checks": checks, "mark": mark, "sam": run.sam(), "number": number}
     if run.task.step is not None:
         return TaskStep(run.task.step, run.parts, run.forward, run.update, **given)

@@ -14,43 +14,47 @@ class Pace:
 
     def __init__(self) -> None:
         self.total = self._per_epoch = 1
-        self._epochs, self._samples = 1, 0
-        self._phase: Row = {}
-        self._epoch_end = 0
+        self._samples = 0
+        self._phases: list[tuple[int, int]] = []
+        """The first step and the global batch of each phase that has steps, as far as is known."""
+        self.whole = True
+        """The last epoch was not cut short by `--max-steps`."""
 
     def start(self, contract: Contract) -> None:
         """The length of the run, as it is known before the first step."""
-        self.total, self._per_epoch = contract.total_steps, contract.steps_per_epoch
-        self._epochs, self._samples = contract.epochs, contract.train_samples
-        first = 0
-        for phase in contract.phases:  # a run that continues within a phase is not told that it began
-            if first <= (contract.resumed_at or 0):
-                self._phase = {"step": first, "epoch": phase["start"], "global_batch": phase["global_batch"]}
+        self.total, self._per_epoch, self._samples = contract.total_steps, contract.steps_per_epoch, contract.train_samples
+        self._phases, first = [], 0
+        for phase in contract.phases:
+            if phase["steps"]:
+                self._phases.append((first, phase["global_batch"]))
             first += phase["steps"]
 
     def phase(self, row: Row) -> None:
-        """A phase begins: the run may now have another number of steps."""
-        self._phase, self.total = row, row["total_steps"]
+        """A phase begins: with `--batch-schedule auto` the run now has another number of steps."""
+        self.total, begun = row["total_steps"], (row["step"], row["global_batch"])
+        if begun not in self._phases:
+            self._phases.append(begun)
 
     def epoch(self, row: Row) -> None:
         """An epoch has ended."""
-        self._epoch_end = row["step"]
-
-    def is_whole(self, epochs: int, steps: int) -> bool:
-        """Whether a run that ended after these steps ended with an epoch."""
-        return steps in (self._epoch_end, epochs * self._per_epoch)
+        self.whole = row["samples"] == self._samples
 
     def describe(self, row: Row) -> tuple[str, int, int, str]:
         """For a step row: what is counted, how many are done, of how many, and the time left."""
         step, time_s = row["step"], row["time_s"]
-        if not self._phase:
+        if not self._phases:
             left_s = time_s / step * (self.total - step)
             return f"epoch {row['epoch']}", step % self._per_epoch or self._per_epoch, self._per_epoch, left_words(left_s)
         # A late step takes longer than an early one, so the time left follows from the samples, not from the steps.
-        into = (step - self._phase["step"]) * self._phase["global_batch"] / max(1, self._samples)
-        done = min(self._phase["epoch"] + into, row["epoch"])
-        left_s = time_s / done * max(0.0, self._epochs - done) if done > 0 else 0.0
+        done, total = self._count(step), self._count(self.total)
+        left_s = time_s * max(0.0, total / done - 1) if done else 0.0
         return f"epoch {row['epoch']}, step", step, max(step, self.total), left_words(left_s)
+
+    def _count(self, steps: int) -> int:
+        """Samples in the first steps, as if all of them had whole global batches."""
+        ends = [first for first, _ in self._phases[1:]] + [max(self.total, steps)]
+        spans = zip(self._phases, ends, strict=True)
+        return sum(max(0, min(end, steps) - first) * min(batch, self._samples) for (first, batch), end in spans)
 
 
 def left_words(seconds: float) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.core.deal import Pass
 from paceline.core.parts import Part, Parts, Step
 from paceline.data.loaders import Inputs
-from paceline.dist.watch import PHASES as WATCHED
+from paceline.dist.watch import STAGES as WATCHED
 from paceline.training.forward import Forward
 from paceline.training.gradients import Sam
 from paceline.training.task_checks import TaskChecks
@@ -25,7 +25,7 @@ from paceline.training.update import Update
 Weighted = Callable[[Inputs, float, int], tuple[Tensor, Tensor]]
 """`Forward.run_pass`, or its compiled form."""
 Mark = Callable[[int, str], None]
-"""Called with the step and the phase that this worker enters."""
+"""Called with the step and the stage that this worker enters."""
 Requests = tuple[bool, bool]
 """To write a checkpoint; to stop."""
 
@@ -70,7 +70,7 @@ class TrainStep:
             self.update,
             clock=self.clock,
             checks=self.checks,
-            mark=lambda number, phase: None,
+            mark=lambda number, stage: None,
             sam=self._sam,
         )
 
@@ -84,7 +84,6 @@ class TrainStep:
     def run(self, step: Step, inputs: Iterator[Inputs], weighted: Weighted | None = None) -> Tensor:
         """All passes, the reduction and the update. `weighted` may be a compiled `Forward.run_pass`."""
         if not step.passes:
-            self.parts.switch(step.phase)
             self.checks.idle()
         for part in step.parts():
             self.enter("data")
@@ -104,15 +103,15 @@ class TrainStep:
         self.enter("other")
         return out if self.update.scaler is None else torch.cat((out, self.update.scaler.report()))
 
-    def enter(self, phase: str) -> None:
+    def enter(self, stage: str) -> None:
         """Tell the clock, and the watch for hung workers, what this worker does next."""
-        if phase in WATCHED:
-            self._mark(self.number, phase)
-        self.clock.enter(phase)
+        if stage in WATCHED:
+            self._mark(self.number, stage)
+        self.clock.enter(stage)
 
-    def mark(self, phase: str) -> None:
+    def mark(self, stage: str) -> None:
         """Tell the watch alone: this is outside of any timed step."""
-        self._mark(self.number, phase)
+        self._mark(self.number, stage)
 
     def values(self, given: Inputs, item: Pass) -> dict[str, Tensor]:
         """The objective's values for a pass, checked in the first passes of the run."""

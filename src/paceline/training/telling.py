@@ -119,8 +119,8 @@ class Teller:
         """A validation is done, and the model still has the weights that were validated."""
         self._call("on_validation", self._progress.step, epoch + 1, metrics=metrics)
 
-    def epoch(self, epoch: int, samples_per_s: float, trained: Mapping[str, float], metrics: Mapping[str, float]) -> None:
-        """An epoch and its validation are done."""
+    def epoch(self, epoch: int, samples: int, trained: Mapping[str, float], metrics: Mapping[str, float]) -> None:
+        """An epoch of this many samples and its validation are done."""
         progress = self._progress
         means = {
             **{f"train_{name}": value for name, value in trained.items()},
@@ -131,7 +131,8 @@ class Teller:
             "step": progress.step,
             "time_s": progress.train_time_s,
             "epoch_time_s": progress.epoch_time_s,
-            "samples_per_s": samples_per_s,
+            "samples": samples,
+            "samples_per_s": samples / progress.epoch_time_s,
             **means,
             **({"noise_scale": self._noise_scale} if self._noise_scale is not None else {}),
         }

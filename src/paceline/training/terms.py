@@ -9,12 +9,14 @@ from paceline.core.sampler import Sampler, check_divides
 from paceline.core.schedules import Schedule, make_schedule
 from paceline.dist.world import World, describe_devices
 from paceline.errors import UsageError
-from paceline.joins import Spot, check_fits, count_workers, describe_schedule, is_auto, most_workers
+from paceline.joins import Spot, check_fits, count_workers, describe_schedule, most_workers
+from paceline.joins import is_auto as has_auto_workers
 from paceline.output import plural
 from paceline.phases import (
     Phase,
     check_largest,
     check_starts,
+    is_auto,
     largest_batch,
     make_phases,
     parse_batch_schedule,
@@ -42,7 +44,7 @@ def settle_batch(config: Config, workers: int) -> tuple[int, int, tuple[Phase, .
     parts = config.virtual_workers or most_workers(config.workers_schedule) or workers
     check_parts(parts, workers)
     check_fits(config.workers_schedule, parts, config.epochs)
-    if is_auto(config.workers_schedule) and not config.batch_schedule:
+    if has_auto_workers(config.workers_schedule) and not config.batch_schedule:
         raise UsageError("--workers auto follows --batch-schedule, which is not given: give it, or a number of workers")
     _check_comparable(config, parts)
     pairs = parse_batch_schedule(config.batch_schedule)
@@ -93,7 +95,7 @@ def spot_of(sampler: Sampler, phase: Phase, done: int) -> Spot:
     )
 
 
-def describe_batch(sampler: Sampler, schedule: Schedule) -> tuple[str, ...]:
+def describe_batch(config: Config, sampler: Sampler, schedule: Schedule) -> tuple[str, ...]:
     """Notes about a global batch or a drop of the learning rate that is probably not what the user meant."""
     notes: tuple[str, ...] = ()
     batch, samples, parts = sampler.global_batch, sampler.samples, sampler.parts
@@ -104,6 +106,11 @@ def describe_batch(sampler: Sampler, schedule: Schedule) -> tuple[str, ...]:
         notes += (
             f"the global batch of {batch:,} is larger than the {plural(samples, 'training sample')}: {where} is a single step"
             f" of {samples:,}{each}, with a learning rate for {batch:,}{hint}",
+        )
+    if is_auto(config.batch_schedule) and not sampler.grows:
+        notes += (
+            f"--batch-schedule {config.batch_schedule} starts at the global batch of {batch:,}, so the batch does not grow: use"
+            " a larger --global-batch or, to start lower, a smaller --smallest-part",
         )
     for phase, steps in zip(sampler.phases, sampler.count_by_phase(schedule.total_steps), strict=True):
         if not steps:
@@ -167,7 +174,8 @@ def make_contract(
     """The contract. `about` holds the fields that the task, the data and the record supply: its own optimizer, too."""
     rising = schedule.count_rising()
     by = "" if schedule.shape == "one-cycle" else f", by {schedule.by}"
-    warmup = f"over {plural(rising, 'step')} from {schedule.warmup_from:.3g} of the peak{by}" if rising or not by else "none"
+    length = f"{'at most ' if schedule.samples else ''}{plural(rising, 'step')}"
+    warmup = f"over {length} from {schedule.warmup_from:.3g} of the peak{by}" if rising or not by else "none"
     fields = {
         "workers": world.size,
         "virtual_workers": sampler.parts,

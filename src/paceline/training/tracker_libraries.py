@@ -81,6 +81,8 @@ class Wandb:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(summary))
+        if summary["status"] == Status.INTERRUPTED:
+            self._run.mark_preempting()  # W&B then shows a run that may go on, not a failed one
         self._run.finish(exit_code=0 if Status(summary["status"]).good else 1)
         if self._ours and self._wandb.run is None:
             self._wandb.teardown()  # ends the library's own process

@@ -288,7 +288,7 @@ class Averaged:
         A norm over all workers needs every worker in every pass: then all have the same number of chunks.
         """
         sampler = self._run.sampler
-        size = max(2, sampler.global_batch // sampler.parts)  # of the largest batch: the last phases have it
+        size = max(2, sampler.global_batch // sampler.parts)  # of the largest batch
         rank, workers = self._run.world.rank, self._run.world.size
         order = sampler.order(0)[: min(_SAMPLES, _CHUNKS * size)]
         chunks = np.split(order[: len(order) // size * size], max(1, len(order) // size)) if len(order) >= size else [order]

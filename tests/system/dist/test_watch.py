@@ -11,7 +11,7 @@ import pytest
 
 from paceline.dist import messages
 from paceline.dist.messages import ask_to_stop, read_failures
-from paceline.dist.watch import PHASES, Watch
+from paceline.dist.watch import STAGES, Watch
 
 BEGIN = """
 import os, signal, sys, time
@@ -252,7 +252,7 @@ WAITS = """
 with Watch(1, 60, 60) as watch:
     for step in range({steps}):
         watch.mark(step, 'reduce'); time.sleep({each})
-    watch.mark({steps}, '{phase}')
+    watch.mark({steps}, '{stage}')
     print('ready', flush=True)
     while not watch.stop:
         time.sleep(0.01)
@@ -261,20 +261,20 @@ with Watch(1, 60, 60) as watch:
 """
 
 
-@pytest.mark.parametrize("phase", ["reduce", "backward"])
-def test_after_a_stop_request_it_does_not_wait_for_a_lost_worker(phase, start):
+@pytest.mark.parametrize("stage", ["reduce", "backward"])
+def test_after_a_stop_request_it_does_not_wait_for_a_lost_worker(stage, start):
     """torchrun ends the others when one fails, and a collective with that one would use up the whole grace period."""
-    process = start(WAITS.format(steps=0, each=0, phase=phase, then=100), TWO)
+    process = start(WAITS.format(steps=0, each=0, stage=stage, then=100), TWO)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (143, "")
-    assert err == f"paceline: worker 1 was asked to stop and is stuck at step 0, in {phase}: ending it now\n"
+    assert err == f"paceline: worker 1 was asked to stop and is stuck at step 0, in {stage}: ending it now\n"
 
 
 @pytest.mark.parametrize(
     "case",
-    [{"steps": 0, "each": 0, "phase": "forward"}, {"steps": 1, "each": 3, "phase": "reduce"}],
+    [{"steps": 0, "each": 0, "stage": "forward"}, {"steps": 1, "each": 3, "stage": "reduce"}],
     ids=["it is busy itself", "its steps take so long"],
 )
 def test_after_a_stop_request_a_slow_step_is_finished(case, start):
@@ -414,6 +414,6 @@ def test_a_mark_costs_next_to_nothing():
 def _time_marks(watch):
     begin = time.perf_counter()
     for _ in range(250):
-        for phase in PHASES[:4]:
-            watch.mark(1, phase)
+        for stage in STAGES[:4]:
+            watch.mark(1, stage)
     return (time.perf_counter() - begin) / 1000

@@ -32,17 +32,17 @@ def offline(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def interrupted_and_resumed(name: str) -> Result:
+def interrupted_and_resumed(name: str, error: type[BaseException] = InterruptedError) -> Result:
     """A run that fails after step 15 and continues from its checkpoint at step 12."""
     left = [15]
 
     def fail(moment: Moment) -> None:
         if moment.step in left:
             left.remove(moment.step)
-            raise InterruptedError("for the test")
+            raise error("for the test")
 
     task = blobs(hooks=Hooks(on_step=fail))
-    with pytest.raises(InterruptedError):
+    with pytest.raises(error):
         train(task, tracker=name, epochs=3, log_every=2, checkpoint_every="6", name="x")
     if name == "wandb":
         time.sleep(1)  # its folders are named by the second
@@ -104,13 +104,15 @@ def test_trackio(runs: Path) -> None:
 
 
 def test_wandb(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = interrupted_and_resumed("wandb")
+    result = interrupted_and_resumed("wandb", KeyboardInterrupt)
     out = capsys.readouterr().out
     assert "W&B: the run is stored offline, because no account was found: wandb login, or set WANDB_API_KEY" in out
     known = read_json(runs / "x" / "tracker.json")["wandb"]
     files = sorted((runs / "x" / "wandb").glob(f"offline-run-*-{known['id']}/run-{known['id']}.wandb"))
     assert len(files) == 2, "one per start, both of one run"
     assert files[1].parent.name in out, "the newest has everything"
+    kinds = [{record.WhichOneof("record_type") for record in read_wandb(file)} for file in files]
+    assert ["preempting" in found for found in kinds] == [True, False], "an interrupted run has not failed: it may go on"
     files = files[1:]
     found: dict[str, dict[int, float]] = defaultdict(dict)
     config: dict[str, Any] = {}

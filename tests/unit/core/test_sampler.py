@@ -1,6 +1,7 @@
 """Law 2, for any number of samples, batch and parts: every sample once, in equal parts, in an order of (seed, epoch) alone."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -172,3 +173,18 @@ def test_an_epoch_with_two_phases_worked_out_by_hand():
     sampler = Sampler(103, 16, 4, 0, phases=(Phase(0.0, 8, 2), Phase(0.4, 16, 4)))
     assert sampler.cut(0).bounds.tolist() == [0, 8, 16, 24, 32, 40, 48, 64, 80, 92, 103]
     assert sampler.cut(0).phases.tolist() == [0] * 6 + [1] * 4
+
+
+@given(samplers(), st.integers(0, 40))
+def test_the_last_full_step_is_the_one_that_none_follows(sampler, start):
+    """Also before the batch changes within an epoch."""
+    half = Phase(0.0, max(1, sampler.global_batch // sampler.parts // 2) * sampler.parts, sampler.parts)
+    later = Phase(0.01 + start / 40, sampler.global_batch, sampler.parts)
+    for each in (sampler, replace(sampler, phases=(half, later))):
+        full = []
+        for step in range(each.first_step(3)):
+            epoch, number = each.place(step)
+            phase, size = each.phase_of(step), int(np.diff(each.cut(epoch).bounds)[number])
+            full.append((epoch, phase) if size == phase.global_batch else None)
+        ends = [one is not None and one != after for one, after in itertools.pairwise([*full, None])]
+        assert [each.is_last_full(step) for step in range(len(full))] == ends

@@ -265,3 +265,19 @@ def test_an_automatic_schedule_has_its_shape_over_all_epochs():
         batch_schedule="auto:8", epochs=2, max_steps=2, base_lr=1.0, reference_batch=16, schedule="linear", batch_lr_power=0.5
     )
     assert [make_schedule(config, sampler).lr(step) for step in range(2)] == pytest.approx([0.5**0.5, 0.5**0.5 * 7 / 8])
+
+
+def test_an_automatic_schedule_that_cannot_start_lower_is_the_constant_one():
+    """Its only phase has the largest batch, so its time is in steps."""
+    sampler = Sampler(640, 64, 2, 0)
+    options = {"global_batch": 64, "epochs": 3, "base_lr": 1.0, "schedule": "linear", "warmup_epochs": 0.3}
+    constant, auto = (make_schedule(Config(**options, batch_schedule=text), sampler) for text in ("", "auto"))
+    assert lrs(auto) == lrs(constant)
+    assert auto.count_rising() == 3
+
+
+def test_by_epoch_rows_are_kept_on_both_sides_of_a_phase_within_an_epoch():
+    """16 samples in 4 steps of 4, then 2 of 8: the rate changes at step 4."""
+    schedule = growing((0, 4), (0.5, 8), schedule_by="epoch")
+    assert schedule.lr(3) != schedule.lr(4)
+    assert {3, 4} <= schedule.corners()

@@ -117,7 +117,7 @@ def test_a_task_that_does_not_learn_gets_no_recommendation(capsys: pytest.Captur
         ("--from x", "argument --from: invalid float value: 'x'"),
         (
             "--batch-schedule '0:16 1:64' --global-batch 32",
-            "--global-batch is 32, but the largest batch of --batch-schedule is 64",
+            "--global-batch is 32, but the largest batch of --batch-schedule '0:16 1:64' is 64",
         ),
         ("--steps 5", "--steps is 5: it must be between 20 and 100,000"),
         ("--name taken", "exists: choose another --name"),

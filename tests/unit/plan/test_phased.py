@@ -130,6 +130,15 @@ def test_a_run_that_ended_within_an_epoch_has_no_more_steps(make_phased: Make) -
     assert [schedule.steps(i) for i in range(3)] == [48, 24, 8]
 
 
+def test_an_automatic_run_that_stayed_small_can_be_planned(make_phased: Make, free: str) -> None:
+    """Its largest batch has 2 of the 64 parts that --global-batch would have, and does not divide into 64."""
+    sizes = {"virtual_workers": 64, "global_batch": 1024}
+    record = make_phased(phases=((0, 32, 2), (2, 96, 3)), step_s=lambda samples: 0.004 + 1e-5 * samples, **sizes)
+    found = plan(record, free, workers="1,3")
+    assert [row["workers"] for row in found.rows] == [1, 3]
+    assert [(row["global_batch"], row["parts"], row["steps"]) for row in found.phases] == [(32, 2, 384), (96, 3, 256)]
+
+
 def test_a_constant_record_can_be_asked_about_a_schedule(make_training: Make, free: str) -> None:
     """128 samples take 34 ms, of which 3 ms do not depend on them; half as many take 15.5 ms less, or as long (high)."""
     found = plan(make_training(), free, batch_schedule="0:128", epochs=1, virtual_workers=2, workers="2")

@@ -23,7 +23,7 @@ _SCALE = ("scale", "fashion-mnist-mini", "--model", "mlp:width=256", "--windows"
         ),
         (
             ["--mode", "strong", "--batch-schedule", "0:64 1:512", "--global-batch", "256"],
-            "--global-batch is 256, but the largest batch of --batch-schedule is 512",
+            "--global-batch is 256, but the largest batch of --batch-schedule '0:64 1:512' is 512",
         ),
         (["--resume"], "--resume does not apply to scale"),
         (["--windows", "1"], "--windows is 1: it must be at least 3"),

@@ -700,3 +700,17 @@ def test_files_that_do_not_hold_results(mistake, text, words):
 def test_the_legend_of_a_loss_says_that_less_is_better():
     assert "Better: above 0" in legend("accuracy", 0.01, 1).replace("better", "Better")
     assert "better: below 0; no worse: below the margin; worse: above the margin, or" in legend("loss", 0.01, 1)
+
+
+def test_mini_shrinks_the_schedule_of_a_task(tmp_path):
+    Path("my_own.py").write_text(
+        "import torch\nfrom paceline import Arrays, Task\n"
+        "def task():\n    data = lambda: Arrays((torch.randn(64, 5),))\n"
+        "    return Task(name='own', train=data, validation=data, model=lambda: torch.nn.Linear(5, 1), unit='points',\n"
+        "                objective=lambda m, b: {'loss': m(b[0]).squeeze(1) ** 2},\n"
+        "                defaults={'batch_schedule': '0:512 1:1024', 'virtual_workers': 2, 'epochs': 2})\n"
+    )
+    study = Study(name="s", source="s", task="my_own.py", seeds=(3,), reference="a", arms=(Arm(name="a", options={}),))
+    (arm,) = shrink(study).arms
+    assert (arm.options["batch_schedule"], arm.options["global_batch"]) == ("0:16 0.5:32", 32)
+    assert list_runs(shrink(study))  # this checks the arm

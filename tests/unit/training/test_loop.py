@@ -272,24 +272,24 @@ def test_more_workers_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_comes_before_the_first_step_can_be_stopped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are tried, recorded and compiled there: no mark of theirs may look as if a step were to be finished."""
-    phases: list[str] = []
+    stages: list[str] = []
 
     class Watch:
         stop = ""
 
-        def mark(self, step: int, phase: str) -> None:
-            phases.append(phase)
+        def mark(self, step: int, stage: str) -> None:
+            stages.append(stage)
 
     def prepare(run: Run, step: TrainStep, at: int, say: Any) -> TrainStep:
         step.unwatched().enter("forward")
-        phases.append("prepared")
+        stages.append("prepared")
         return step
 
     monkeypatch.setattr("paceline.training.loop.capture", prepare)
     with world() as here:
         task = blobs()
         fit(build(task, make_config(task.defaults, {"max_steps": 1}), here), (), watch=Watch())  # type: ignore[arg-type]
-    assert phases[:3] == ["loading", "prepared", "data"]
+    assert stages[:3] == ["loading", "prepared", "data"]
 
 
 class Cut(nn.Module):
@@ -415,9 +415,32 @@ def test_nan_in_the_data_is_not_blamed_on_the_learning_rate() -> None:
         alone(blobs(objective=objective))
 
 
-def test_synchronized_norms_get_no_note_about_their_buffers() -> None:
+def synced() -> Task:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 8), nn.SyncBatchNorm(8), nn.Linear(8, 3))
 
-    notes = alone(dataclasses.replace(blobs(), model=model), virtual_workers=2, epochs=1).watcher.notes
+    return dataclasses.replace(blobs(), model=model)
+
+
+def test_synchronized_norms_get_no_note_about_their_buffers() -> None:
+    notes = alone(synced(), virtual_workers=2, epochs=1).watcher.notes
     assert not [note for note in notes if "does not belong to a batch norm" in note]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"batch_schedule": "auto", "smallest_part": 4}, "--batch-schedule auto"),
+        ({"measure_noise": True}, "--measure-noise"),
+        ({"lr_rule": "adascale"}, "--lr-rule adascale"),
+        ({"sam_rho": 0.1}, "--sam-rho"),
+    ],
+)
+def test_synchronized_norms_leave_no_gradient_of_a_part(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=f"^{named} needs each part's own gradient"):
+        alone(synced(), virtual_workers=2, global_batch=32, **options)
+
+
+def test_a_run_that_ends_within_an_epoch_says_how_many_samples_that_had() -> None:
+    watcher = alone(blobs(), epochs=2, max_steps=13).watcher
+    assert [row["samples"] for row in watcher.epochs] == [103, 48]

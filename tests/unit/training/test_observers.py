@@ -64,6 +64,7 @@ EPOCH = {
     "step": 10,
     "time_s": 12.3456,
     "epoch_time_s": 6.1234,
+    "samples": 100,
     "samples_per_s": 1234.56,
     "val_loss": 0.43219,
     "val_accuracy": 0.87654,

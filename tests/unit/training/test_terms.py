@@ -177,7 +177,8 @@ def test_the_record_can_hold_it():
 
 def test_a_global_batch_larger_than_the_data_is_said():
     def notes(samples: int, **options: Any) -> tuple[str, ...]:
-        return describe_batch(*make_steps(Config(**options), world(), samples))
+        config = Config(**options)
+        return describe_batch(config, *make_steps(config, world(), samples))
 
     assert notes(1000, global_batch=1000) == ()
     (said,) = notes(1000, global_batch=4096, virtual_workers=8)
@@ -192,7 +193,7 @@ def test_a_global_batch_larger_than_the_data_is_said():
 def test_a_drop_after_the_end_is_said():
     config = Config(schedule="step", step_at="2,30", epochs=5, global_batch=10)
     sampler, schedule = make_steps(config, world(), 100)
-    assert describe_batch(sampler, schedule) == (
+    assert describe_batch(config, sampler, schedule) == (
         "--step-at 30: the run ends after epoch 5, before the learning rate drops there",
     )
     found = make_contract(config, world(), sampler, schedule, ABOUT)
@@ -275,7 +276,7 @@ def test_workers_that_idle_because_parts_run_at_once_are_a_note():
 def test_a_phase_that_no_step_has_is_a_note():
     def notes(schedule: str, **options: Any) -> tuple[str, ...]:
         config = Config(batch_schedule=schedule, epochs=2, smallest_part=1, **options)
-        return describe_batch(*make_steps(config, world(), 960))
+        return describe_batch(config, *make_steps(config, world(), 960))
 
     assert notes("0:16 1:64") == ()
     assert notes("0:16 1:64", max_steps=20)[0].startswith("no step has the global batch of 64 from epoch 1 on: the run ends")

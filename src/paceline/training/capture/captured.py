@@ -35,7 +35,7 @@ from paceline.training.step import Executor, TrainStep, Weighted
 from paceline.training.task_step import WITHOUT_GRAPH
 
 COMPILE_PAYS_S = 180.0
-"""In auto, compile if this much training is left: it takes about 20 s the first time and saves 15 to 25%."""
+"""In auto, compile if this much training is left for each batch: it takes about 20 s the first time and saves 15 to 25%."""
 TUNING_PAYS = 10_000
 """In auto, let cuDNN try its algorithms in runs of at least this many steps: 2 to 5 s, for 4% of a large batch's time."""
 _TAILS_PAY = 3  # epochs
@@ -125,7 +125,7 @@ class _Trials:
                 return None, why
             if config.reduce == "fast" and config.fast == "auto":
                 not_compiled = "the run is short"
-                if self._is_long(full, graph):
+                if self._is_long(full, graph, 1 + len(others)):
                     compiled, weighted, not_compiled = self._record_compiled(full, others, expected)
         graph = compiled or graph
         assert graph is not None
@@ -135,7 +135,7 @@ class _Trials:
         return captured, " and compiled" if weighted else f" (not compiled: {not_compiled})"
 
     def _phases(self) -> list[Phase]:
-        """The kinds of full steps that are still to come, or may come. The next one is first."""
+        """The kinds of full steps that are still to come, or may come: the next one first, if it can be captured."""
         run, sampler = self.run, self.run.sampler
         before, end = map(sampler.count_by_phase, (self.at, run.plain_until))
         later = [phase for phase, done, count in zip(sampler.phases, before, end, strict=True) if count > done]
@@ -285,8 +285,8 @@ class _Trials:
         why = any_reason(self.run.world, why)
         return (None if why else weighted), why
 
-    def _is_long(self, case: Case, graph: Graph) -> bool:
-        """Whether enough training is left for compiling to pay off, by rank 0's clock."""
+    def _is_long(self, case: Case, graph: Graph, batches: int) -> bool:
+        """Whether enough training is left for compiling this many batches to pay off, by rank 0's clock."""
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(_TIMED):
@@ -295,7 +295,7 @@ class _Trials:
         before, end = map(self.run.sampler.samples_before, (self.at, self.run.plain_until))
         left_s = (end - before) / case.step.samples * (time.perf_counter() - begin) / _TIMED
         self._put_back()
-        return bool(self.run.world.broadcast(left_s > COMPILE_PAYS_S))
+        return bool(self.run.world.broadcast(left_s > COMPILE_PAYS_S * batches))
 
     def _record_more(self, cases: Sequence[Case], weighted: Weighted | None = None) -> dict[Kind, tuple[Case, Graph]]:
         """Graphs of further kinds of steps, where they can be recorded: the others run plain."""

@@ -1,6 +1,6 @@
 """Where a worker's step time goes: input, compute, exposed communication, waiting for slower workers, the optimizer, the rest.
 
-The step tells the clock which phase it enters, and the clock stamps it. So phases add up to the step. On a CPU a stamp is the
+The step tells the clock which stage it enters, and the clock stamps it. So stages add up to the step. On a CPU a stamp is the
 time. On a GPU it is an event in the worker's stream: it counts what the GPU waited for, not what its host did ahead of it. In a
 CUDA graph it is an event that every replay records again.
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from paceline.dist.world import World
 from paceline.records import COMPONENTS
 
-PHASES = {
+STAGES = {
     "data": "input",
     "forward": "forward",
     "backward": "backward",
@@ -34,7 +34,7 @@ PHASES = {
     "update": "optimizer",
     "other": "other",
 }
-"""The phases a step enters, and what the time in each counts as."""
+"""The stages a step enters, and what the time in each counts as."""
 
 _KEPT = 1000  # timed steps kept between two looks; older ones are dropped
 _ROUNDS = 21  # barriers to align clocks with
@@ -46,7 +46,7 @@ class Timed:
 
     step: int
     laps: list[tuple[str, Any]] = field(default_factory=list)
-    """(phase, when it was entered), in order."""
+    """(stage, when it was entered), in order."""
     ready: Any = None
     """When the last gradient was ready."""
     buckets: list[dict[str, Any]] = field(default_factory=list)
@@ -54,18 +54,18 @@ class Timed:
     end: Any = None
 
     def spans(self) -> list[tuple[str, float, float]]:
-        """(phase, begin, end), in order."""
+        """(stage, begin, end), in order."""
         ends = [stamp for _, stamp in self.laps[1:]] + [self.end]
-        return [(phase, begin, end) for (phase, begin), end in zip(self.laps, ends, strict=True)]
+        return [(stage, begin, end) for (stage, begin), end in zip(self.laps, ends, strict=True)]
 
     def gathered(self) -> float | None:
         """When this worker had all its gradients: in the backward pass that DDP averages in, or at the start of an exact sum.
         None on a single worker.
         """
-        passes = [(begin, end) for phase, begin, end in self.spans() if phase == "backward"]
+        passes = [(begin, end) for stage, begin, end in self.spans() if stage == "backward"]
         if self.ready is not None and passes and passes[-1][0] <= self.ready <= passes[-1][1]:
             return float(self.ready)
-        return next((begin for phase, begin, _ in self.spans() if phase == "reduce"), None)
+        return next((begin for stage, begin, _ in self.spans() if stage == "reduce"), None)
 
 
 class Clock:
@@ -85,9 +85,9 @@ class Clock:
         self._now: Timed | None = None
         self._done: deque[Timed] = deque(maxlen=_KEPT)
         self._recorded: Timed | None = None
-        self._recorded_phases = tuple(PHASES) if detailed else ("update",) if world.size > 1 else ()
+        self._recorded_stages = tuple(STAGES) if detailed else ("update",) if world.size > 1 else ()
         self.before_replay = "other" if detailed else "backward"
-        """The phase that a replay starts with, up to the graph's first stamp."""
+        """The stage that a replay starts with, up to the graph's first stamp."""
         self._world, self._offset_s = world, 0.0
         self._aligned = world.size == 1
         if last is not None:
@@ -111,14 +111,14 @@ class Clock:
         if self._on:
             self._now = Timed(step, [("other", now)])
 
-    def enter(self, phase: str) -> None:
-        """What comes next belongs to this phase."""
+    def enter(self, stage: str) -> None:
+        """What comes next belongs to this stage."""
         if self._gpu and torch.cuda.is_current_stream_capturing():
             self._recorded = self._recorded or Timed(-1)
-            if phase in self._recorded_phases:
-                self._recorded.laps.append((phase, self._stamp(recorded=True)))
+            if stage in self._recorded_stages:
+                self._recorded.laps.append((stage, self._stamp(recorded=True)))
         elif self._now is not None:
-            self._now.laps.append((phase, self._stamp()))
+            self._now.laps.append((stage, self._stamp()))
 
     def end(self) -> None:
         """No step is under way."""
@@ -175,7 +175,7 @@ class Clock:
         done, self._done = list(self._done), deque(maxlen=_KEPT)
         read = self._reader() if done else float
         for timed in done:
-            timed.laps = [(phase, read(stamp)) for phase, stamp in timed.laps]
+            timed.laps = [(stage, read(stamp)) for stage, stamp in timed.laps]
             timed.end = read(timed.end)
             timed.ready = None if timed.ready is None else read(timed.ready)
             for row in timed.buckets:
@@ -207,7 +207,7 @@ class Clock:
     def _ready(self, _: Tensor) -> None:
         """The last gradient is ready."""
         if self._gpu and torch.cuda.is_current_stream_capturing():
-            if self._recorded is not None and self._recorded_phases:
+            if self._recorded is not None and self._recorded_stages:
                 self._recorded.ready = self._stamp(recorded=True)
         elif self._now is not None:
             self._now.ready = self._stamp()
@@ -295,11 +295,11 @@ def fill_up(components_s: Mapping[str, float], step_s: float) -> dict[str, float
 
 def _own_components(timed: Timed) -> list[float]:
     """Times of input, forward, backward, exposed, optimizer and other, and when the last gradient was ready."""
-    sums = dict.fromkeys(PHASES.values(), 0.0)
+    sums = dict.fromkeys(STAGES.values(), 0.0)
     ready = timed.gathered()
-    for phase, begin, end in timed.spans():
-        sums[PHASES[phase]] += end - begin
-        if phase == "backward" and ready is not None and begin <= ready < end:
+    for stage, begin, end in timed.spans():
+        sums[STAGES[stage]] += end - begin
+        if stage == "backward" and ready is not None and begin <= ready < end:
             sums["backward"] -= end - ready
             sums["exposed"] += end - ready
     return [*(sums[name] for name in ("input", "forward", "backward", "exposed", "optimizer", "other")), ready or 0.0]

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.output import plural
 from paceline.training.build import Run
-from paceline.training.timing.clock import PHASES, Clock, Timed
+from paceline.training.timing.clock import STAGES, Clock, Timed
 
 WARM_UP, STEPS = 10, 5
 """Steps before the timeline begins, and in it: DDP changes its buckets after the first step."""
@@ -67,8 +67,8 @@ def make_timeline(workers: Sequence[Sequence[Mapping[str, Any]]], how: Mapping[s
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": line, "args": {"name": name}})
         for number, step in enumerate(steps):
             latest = max(of_worker[number]["ready"] or 0.0 for of_worker in workers)
-            for phase, begin, end in _cut(step, latest):
-                events.append(_event((phase, phase), (begin - origin, end - origin), (rank, ids[0]), {"step": step["step"]}))
+            for stage, begin, end in _cut(step, latest):
+                events.append(_event((stage, stage), (begin - origin, end - origin), (rank, ids[0]), {"step": step["step"]}))
             for number, bucket in enumerate(step["buckets"]):
                 about = {"step": step["step"], "bucket": number, "bytes": bucket["bytes"]}
                 when = bucket["ready"] - origin, bucket["averaged"] - origin
@@ -119,16 +119,16 @@ def _event(
 
 
 def _cut(step: Mapping[str, Any], latest: float) -> list[tuple[str, float, float]]:
-    """The phases under their printed names. The backward pass ends with the last gradient. The rest of it is waiting, until the
+    """The stages under their printed names. The backward pass ends with the last gradient. The rest of it is waiting, until the
     slowest worker has its gradients, and then communication.
     """
     found, ready = [], step["ready"]
-    for phase, begin, end in step["spans"]:
-        if ready is not None and begin <= ready <= end and phase in ("backward", "reduce"):
+    for stage, begin, end in step["spans"]:
+        if ready is not None and begin <= ready <= end and stage in ("backward", "reduce"):
             together = min(max(latest, ready), end)
             found += [("backward", begin, ready), ("waiting", ready, together), ("communication", together, end)]
         else:
-            found.append(("communication" if phase == "reduce" else PHASES[phase], begin, end))
+            found.append(("communication" if stage == "reduce" else STAGES[stage], begin, end))
     return [span for span in found if span[2] > span[1]]
 
 
@@ -143,7 +143,7 @@ def _describe_buckets(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     for number, like in enumerate(steps[-1]["buckets"]):
         rows = []
         for step in steps:
-            bucket, begin = step["buckets"][number], max(begin for phase, begin, _ in step["spans"] if phase == "backward")
+            bucket, begin = step["buckets"][number], max(begin for stage, begin, _ in step["spans"] if stage == "backward")
             end = step["ready"] if step["ready"] is not None else bucket["ready"]
             hidden = max(0.0, min(bucket["averaged"], end) - bucket["ready"])
             rows.append((bucket["ready"] - begin, bucket["averaged"] - bucket["ready"], hidden))

@@ -14,7 +14,7 @@ def unequal(here: World) -> tuple[list[str], str]:
     fast.find_obstacle = lambda body, inputs, model, objective: (body(inputs), "")
     loop.capture = _capture
     validation._Set = _Plain  # type: ignore[misc]
-    fast._Trials._is_long = lambda self, case, graph: False  # type: ignore[method-assign]
+    fast._Trials._is_long = lambda self, case, graph, batches: False  # type: ignore[method-assign]
     trained = train_in(here, blobs(dropout=0.5), {"virtual_workers": 3, "epochs": 3, "fast": "auto"})
     return trained.watcher.notes, trained.result.model_sha256
 

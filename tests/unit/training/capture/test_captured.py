@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -55,7 +56,7 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "Graph", Replayed)
     monkeypatch.setattr(fast, "find_obstacle", lambda body, inputs, model, objective: (body(inputs), ""))
     monkeypatch.setattr(fast, "_why_never", lambda run: "")
-    monkeypatch.setattr(fast._Trials, "_is_long", lambda self, case, graph: False)
+    monkeypatch.setattr(fast._Trials, "_is_long", lambda self, case, graph, batches: False)
     monkeypatch.setattr(validation, "_Set", _Plain)
     monkeypatch.setattr(loop, "capture", _capture)
     monkeypatch.setattr(fast, "compiler", compiler)
@@ -407,3 +408,18 @@ def test_batches_of_different_shapes_are_not_captured(varies: bool, replaying: N
     said = train_in(ALONE, task, {"global_batch": 4, "epochs": 1, "loader_workers": 0}).watcher.notes
     assert any("batches of the task's collate differ in shape from step to step" in note for note in said) == varies, said
     assert bool(CALLS) != varies
+
+
+@pytest.mark.parametrize(("batches", "pays"), [(1, True), (2, True), (3, False)])
+def test_compiling_pays_if_enough_training_is_left_for_each_batch(
+    monkeypatch: pytest.MonkeyPatch, batches: int, pays: bool
+) -> None:
+    """Ten steps take 10 s, and 4 times as many samples are left as 100 steps of this batch have: 400 s."""
+    times = iter((5.0, 15.0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(fast.time, "perf_counter", lambda: next(times))
+    sampler = SimpleNamespace(samples_before=lambda step: {7: 0, 57: 4 * 100 * 32}[step])
+    run = SimpleNamespace(sampler=sampler, plain_until=57, world=SimpleNamespace(broadcast=lambda value: value))
+    trials = SimpleNamespace(at=7, run=run, _put_back=lambda: None)
+    case = SimpleNamespace(inputs=[], step=SimpleNamespace(samples=32))
+    assert fast._Trials._is_long(trials, case, lambda inputs: None, batches) is pays  # type: ignore[arg-type]
