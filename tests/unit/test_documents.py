@@ -219,6 +219,17 @@ def test_cost_of_the_noise_scale_is_the_committed_result() -> None:
         assert f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}) times the time for {model}" in said, model
 
 
+def test_the_cost_of_a_join_is_the_committed_result() -> None:
+    said, found = page("launchers"), result("joins")
+    for name in ("1 to 2 workers", "2 to 1 workers"):
+        times = [found[name]["total_s"], *found[name]["components_s"].values()]
+        cells = [f"{each['median']:.2f} ({each['min']:.2f} to {each['max']:.2f})" for each in times]
+        assert f"| {name} | {found[name]['n']} | {' | '.join(cells)} |" in said
+    one = found["1 to 2 workers"]
+    words = "A join from 1 to 2 workers took {median:.1f} s ({min:.1f} to {max:.1f} s, ".format(**one["total_s"])
+    assert f"{words}n = {one['n']})" in squeeze(page("batches"))
+
+
 def test_readme_and_laws_page_name_the_same_laws() -> None:
     names = [re.findall(r"^\d\. \*\*(.+?)\.\*\*", text, re.M) for text in ((ROOT / "README.md").read_text(), page("laws"))]
     assert names[0] == names[1]
