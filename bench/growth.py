@@ -229,8 +229,8 @@ class _Clock:
         self.seconds: list[float] = []
         self.sent: list[int] = []
 
-    def mark(self, step: int, phase: str) -> None:
-        if step == len(self.seconds) and phase != "loading":
+    def mark(self, step: int, stage: str) -> None:
+        if step == len(self.seconds) and stage != "loading":
             if step in (WARM_UP - 1, WARM_UP + STEPS - 1):
                 self.sent.append(_bytes_sent())
             self.seconds.append(time.process_time())

@@ -303,7 +303,7 @@ class Watcher:
 
     stop = ""
 
-    def mark(self, step: int, phase: str) -> None:
+    def mark(self, step: int, stage: str) -> None:
         wanted = self._first <= step < self._first + PROFILED
         if wanted == self._running:
             return

@@ -82,8 +82,8 @@ def from_first_step(here: World, args: argparse.Namespace, seed: int) -> dict[st
 
         stop = ""
 
-        def mark(self, step: int, phase: str) -> None:
-            if not begun and phase != "loading":
+        def mark(self, step: int, stage: str) -> None:
+            if not begun and stage != "loading":
                 begun.append(time.perf_counter())
 
         def epoch(self, row: Any) -> None:

@@ -52,6 +52,8 @@ class Contract:
     seed: int
     loader: str
     record: str
+    epoch_samples: int = 0
+    """Samples in an epoch, if they are drawn by weights; else 0, for all training samples."""
     joins: str = ""
     """With `--workers-schedule`: how many workers there are at which time."""
     phases: tuple[dict[str, Any], ...] = ()
@@ -160,7 +162,7 @@ def _scale(k: float, lr_rule: str, peak_lr: float) -> str:
 
 def _steps(steps_per_epoch: int, epochs: int, total_steps: int, phases: int = 0, grows: bool = False) -> str:
     if phases:  # then epochs differ
-        return f"{plural(epochs, 'epoch')}, {'at most ' if grows else ''}{total_steps:,} in total"
+        return f"{'at most ' if grows else ''}{total_steps:,} in total, up to {plural(epochs, 'epoch')}"
     return f"{steps_per_epoch:,} per epoch, {plural(epochs, 'epoch')}, {total_steps:,} in total"
 
 

@@ -66,7 +66,7 @@ def check_starts(pairs: Sequence[tuple[float, int]], epochs: float) -> None:
     if late is not None:
         raise UsageError(
             f"--batch-schedule has a phase from epoch {late:g} on, but the run has {plural(int(epochs), 'epoch')}: give more"
-            f" --epochs, or another schedule than {write_pairs(pairs)!r}"
+            f" --epochs, or change --batch-schedule {write_pairs(pairs)!r}"
         )
 
 

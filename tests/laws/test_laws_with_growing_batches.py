@@ -123,6 +123,15 @@ def test_auto_decides_in_the_last_step_only_for_a_longer_run() -> None:
     assert batches(train_in(ALONE, blobs(), {**options, "max_steps": 10})) == [(0, 8), (72 / 103, 16)]
 
 
+def test_auto_reports_only_batches_that_were_trained_if_the_target_is_reached() -> None:
+    """64 samples: the first decision comes after the eighth step, the last of an epoch after which the run ends."""
+    options = {**AUTO, **EXACT, "batch_noise_ratio": 1e-9, "target_accuracy": 0.01}
+    trained = train_in(ALONE, blobs(64), options)
+    assert (trained.result.status, trained.result.steps) == ("target reached", 8)
+    assert trained.watcher.notes[-1].startswith("the batch stayed at 8: ")
+    assert len(batches(train_in(ALONE, blobs(64), {**options, "target_accuracy": 0.0}))) > 1
+
+
 def test_auto_that_cannot_start_lower_says_so_at_its_start_and_end() -> None:
     trained = train_in(ALONE, blobs(), {**AUTO, **EXACT, "batch_schedule": "auto:32"})
     assert any(note.startswith("--batch-schedule auto:32 starts at the global batch of 32") for note in trained.watcher.notes)

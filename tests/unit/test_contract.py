@@ -47,14 +47,14 @@ def test_each_phase_has_a_line_and_epochs_of_several_lengths_are_not_multiplied(
     phases = ({**PHASE, "start": 0.0, "global_batch": 128}, {**PHASE, "start": 1.5, "global_batch": 256, "part_batch": 128})
     lines = dict(dataclasses.replace(FULL, phases=phases).lines())
     assert lines["phase 2"] == "from epoch 1.5: batch 256 = 2 parts of 128, 40 steps, lr 0.1, 64 samples per worker"
-    assert lines["steps"] == "3 epochs, 60 in total"
+    assert lines["steps"] == "60 in total, up to 3 epochs"
     assert "later" not in lines
 
 
 def test_a_batch_that_may_still_grow_is_announced() -> None:
     lines = dict(dataclasses.replace(FULL, phases=({**PHASE, "start": 0.0, "global_batch": 128},)).lines())
     assert lines["later"] == "doubled up to 256 as the noise scale grows: then fewer steps"
-    assert lines["steps"] == "3 epochs, at most 60 in total"
+    assert lines["steps"] == "at most 60 in total, up to 3 epochs"
 
 
 def test_a_resumed_run_prints_only_what_may_have_changed() -> None:

@@ -25,7 +25,7 @@ from paceline.errors import PacelineError, Stopped
 from paceline.explanation import deepest_user_frame
 from paceline.output import is_terminal, warn
 
-STAGES = ("loading", "data", "forward", "backward", "reduce", "validation", "checkpoint", "hook")
+WATCHED = ("loading", "data", "forward", "backward", "reduce", "validation", "checkpoint", "hook")
 """What a worker can be doing: before the first step, then in the order of a step."""
 
 _MAY_WAIT = ("backward", "reduce")  # DDP averages within backward, so the worker may just be waiting for another one

@@ -332,9 +332,8 @@ def _virtual_workers(contract: Mapping[str, Any]) -> int:
 
 def _train_samples(contract: Mapping[str, Any], steps_per_epoch: int) -> int:
     """Samples per epoch; if the contract does not say, as many as its steps use."""
-    return (
-        whole(contract, "train_samples") if contract.get("train_samples") else steps_per_epoch * whole(contract, "global_batch")
-    )
+    said = next((name for name in ("epoch_samples", "train_samples") if contract.get(name)), None)
+    return whole(contract, said) if said else steps_per_epoch * whole(contract, "global_batch")
 
 
 def _cores(contract: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:

@@ -204,7 +204,8 @@ def shrink(study: Study) -> Study:
     arms = []
     for arm in study.arms:
         options = {name: value for name, value in arm.options.items() if name not in _NOT_IN_MINI}
-        batches = _small_batches(all_options(study.task, arm.options) if own else arm.options)
+        with _naming(f"{study.source}, arm {arm.name!r}"):
+            batches = _small_batches(all_options(study.task, arm.options) if own else arm.options)
         options |= {**batches, "epochs": 1, "checkpoint_every": "0", "precision": "auto", "fast": "auto"}
         samples = min(6000, 3 * batches["global_batch"])
         options |= {"max_steps": 3} if own else {"model": "cnn:width=4", "train_samples": samples}

@@ -277,7 +277,8 @@ def _count_steps_of_phases(contract: Mapping[str, Any], found: Result, old: Conf
     """The same for a run with a batch schedule, whose epochs differ in steps."""
     phases = tuple(Phase(each["start"], each["global_batch"], each["virtual_workers"]) for each in contract["phases"])
     largest = contract["global_batch"]
-    sampler = Sampler(contract["train_samples"], largest, contract["virtual_workers"], 0, phases=phases)
+    samples = contract.get("epoch_samples") or contract["train_samples"]
+    sampler = Sampler(samples, largest, contract["virtual_workers"], 0, phases=phases)
     if max(phase.global_batch for phase in phases) == largest:
         return sampler.first_step(new.epochs)
     # --batch-schedule auto: the contract has only its first phases. One step more than it trained means: there is more to do.

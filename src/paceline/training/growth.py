@@ -7,8 +7,8 @@ steps would waste samples. So a run starts with a small batch, and doubles it wh
 
 The decision is taken at fixed places of an epoch, from numbers that all workers have, so every worker takes the same one; in
 exact mode it is the same on any number of workers. Checkpoints hold the phases so far. If the batch reached `--global-batch`, a
-run with the phases that were found as its `--batch-schedule`, and `--measure-noise`, trains the same model in exact mode. Not
-with `--max-steps`: then the learning-rate schedules differ in length.
+run with the phases that were found as its `--batch-schedule`, and `--measure-noise`, trains the same model in exact mode. (With
+`--max-steps` it does not: the two learning-rate schedules differ in length.)
 """
 
 import math
@@ -49,12 +49,11 @@ class Growth:
         start = start_of(sampler.samples_before(step.number + 1), sampler.samples)
         run.set_phases((*sampler.phases, replace(self._phases[2 * phase.global_batch], start=start)))
 
-    def describe(self) -> str:
-        """The phases that have steps, as a schedule that a run can be given. A decision in the last step only counts if the
-        run is extended."""
+    def describe(self, steps: int) -> str:
+        """The phases of a run's first steps, as a schedule that a run can be given. A decision in the last step only counts if
+        the run is extended."""
         sampler = self._run.sampler
-        counts = sampler.count_by_phase(self._run.update.schedule.total_steps)
-        *earlier, last = (phase for phase, steps in zip(sampler.phases, counts, strict=True) if steps)
+        *earlier, last = (phase for phase, count in zip(sampler.phases, sampler.count_by_phase(steps), strict=True) if count)
         if not earlier and last.global_batch == sampler.global_batch:
             return f"the batch was {last.global_batch:,} from the start: it could not grow"
         if not earlier:

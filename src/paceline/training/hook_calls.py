@@ -32,7 +32,7 @@ class HookCalls:
         self._mine = [_Called(hooks) for hooks in run.hooks if hooks.every_rank or run.world.is_main]
         self._record = Path(run.contract.record) if run.contract.record else None
         self._steps = 0
-        self.mark: Callable[[str], None] = lambda phase: None
+        self.mark: Callable[[str], None] = lambda stage: None
         """Tells the watch what this worker is doing."""
         self.waits = any(hooks.changes_model and hooks.on_step is not None for hooks in run.hooks)
         """Whether a step's metrics must arrive before the next step: a hook may change the weights for it."""

@@ -164,7 +164,7 @@ class _Fit:
                 break  # with the averaged weights in place, if there are any
             self._hand_over_if_due()
         if self.growth is not None:
-            self.teller.say(self.growth.describe())
+            self.teller.say(self.growth.describe(progress.step))
         progress.result = replace(progress.result, status=self._status(), model_sha256=model_sha256(run.model))
 
     def _status(self) -> Status:

@@ -22,7 +22,8 @@ class Pace:
 
     def start(self, contract: Contract) -> None:
         """The length of the run, as it is known before the first step."""
-        self.total, self._per_epoch, self._samples = contract.total_steps, contract.steps_per_epoch, contract.train_samples
+        self.total, self._per_epoch = contract.total_steps, contract.steps_per_epoch
+        self._samples = contract.epoch_samples or contract.train_samples
         self._phases, first = [], 0
         for phase in contract.phases:
             if phase["steps"]:

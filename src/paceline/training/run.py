@@ -172,7 +172,7 @@ def _open_record(run: Run, task: Task, task_name: str, earlier: Earlier) -> tupl
         return run, [], Keeper(run, resumes=bool(earlier.record), branches=bool(earlier.branch))
     name = config.name or f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     lost = bool(earlier.record) and not (Path(earlier.record) / "metrics.jsonl").exists()
-    record = Record.reopen(_from_here(Path(earlier.record))) if earlier.record else Record(config.runs_dir, name)
+    record = Record.reopen(Path(earlier.record)) if earlier.record else Record(config.runs_dir, name)
     if earlier.branch and not earlier.record:
         _begin_branch(record, Path(earlier.branch))
     path = record.path.resolve()
@@ -193,13 +193,6 @@ def _open_record(run: Run, task: Task, task_name: str, earlier: Earlier) -> tupl
         tracker = Tracker(config, run.contract, record.path, bool(earlier.record), say_to_all)
         run = replace(run, hooks=(*run.hooks, tracker.hooks()))
     return run, observers, Keeper(run, record.path / FOLDER, say_to_all, bool(earlier.record), bool(earlier.branch))
-
-
-def _from_here(path: Path) -> Path:
-    """A path as the user would write it: workers that take over, or start again, are given the whole one."""
-    with suppress(ValueError, OSError):
-        return path.relative_to(Path.cwd())
-    return path
 
 
 def _warn_damaged(text: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.core.deal import Pass
 from paceline.core.parts import Part, Parts, Step
 from paceline.data.loaders import Inputs
-from paceline.dist.watch import STAGES as WATCHED
+from paceline.dist.watch import WATCHED
 from paceline.training.forward import Forward
 from paceline.training.gradients import Sam
 from paceline.training.task_checks import TaskChecks

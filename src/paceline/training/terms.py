@@ -13,6 +13,7 @@ from paceline.joins import Spot, check_fits, count_workers, describe_schedule, m
 from paceline.joins import is_auto as has_auto_workers
 from paceline.output import plural
 from paceline.phases import (
+    AUTO,
     Phase,
     check_largest,
     check_starts,
@@ -109,8 +110,8 @@ def describe_batch(config: Config, sampler: Sampler, schedule: Schedule) -> tupl
         )
     if is_auto(config.batch_schedule) and not sampler.grows:
         notes += (
-            f"--batch-schedule {config.batch_schedule} starts at the global batch of {batch:,}, so the batch does not grow: use"
-            " a larger --global-batch or, to start lower, a smaller --smallest-part",
+            f"--batch-schedule {config.batch_schedule} starts at the global batch of {batch:,}, so the batch does not grow:"
+            f" {_how_to_start_lower(config, batch, parts)}",
         )
     for phase, steps in zip(sampler.phases, sampler.count_by_phase(schedule.total_steps), strict=True):
         if not steps:
@@ -123,6 +124,16 @@ def describe_batch(config: Config, sampler: Sampler, schedule: Schedule) -> tupl
     if schedule.shape == "step" and schedule.drops_by_epoch and late:
         notes += (f"--step-at {late[0]:g}: the run ends after epoch {ends:g}, before the learning rate drops there",)
     return notes
+
+
+def _how_to_start_lower(config: Config, batch: int, parts: int) -> str:
+    """What lets `--batch-schedule auto` begin below the global batch."""
+    larger = "use a larger --global-batch"
+    if config.batch_schedule != AUTO:
+        return f"start lower, or {larger}"
+    if len(phases_of_auto(AUTO, batch, parts, 1)) > 1:
+        return f"{larger}, or a smaller --smallest-part than {config.smallest_part}"
+    return f"{larger}, whose half has parts of equal size"
 
 
 def describe_idle(config: Config, sampler: Sampler, schedule: Schedule, workers: int, at_once: int = 1) -> tuple[str, ...]:
@@ -174,7 +185,7 @@ def make_contract(
     """The contract. `about` holds the fields that the task, the data and the record supply: its own optimizer, too."""
     rising = schedule.count_rising()
     by = "" if schedule.shape == "one-cycle" else f", by {schedule.by}"
-    length = f"{'at most ' if schedule.samples else ''}{plural(rising, 'step')}"
+    length = f"{'at most ' if schedule.samples and not schedule.warmup_steps else ''}{plural(rising, 'step')}"
     warmup = f"over {length} from {schedule.warmup_from:.3g} of the peak{by}" if rising or not by else "none"
     fields = {
         "workers": world.size,
@@ -200,6 +211,7 @@ def make_contract(
         "phases": describe_phases(config, world, sampler, schedule, at_once),
         "steps_per_epoch": schedule.steps_per_epoch,
         "epochs": config.epochs,
+        "epoch_samples": 0 if sampler.weights is None else sampler.samples,
         "total_steps": schedule.total_steps,
         "seed": config.seed,
         "settings": " ".join(write_setting(key, value) for key, value in config.set.items()),

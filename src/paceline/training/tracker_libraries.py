@@ -81,7 +81,7 @@ class Wandb:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(summary))
-        if summary["status"] == Status.INTERRUPTED:
+        if summary["status"] == Status.INTERRUPTED and not self._run.sweep_id:  # a sweep would start the run again
             self._run.mark_preempting()  # W&B then shows a run that may go on, not a failed one
         self._run.finish(exit_code=0 if Status(summary["status"]).good else 1)
         if self._ours and self._wandb.run is None:

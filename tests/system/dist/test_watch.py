@@ -11,7 +11,7 @@ import pytest
 
 from paceline.dist import messages
 from paceline.dist.messages import ask_to_stop, read_failures
-from paceline.dist.watch import STAGES, Watch
+from paceline.dist.watch import WATCHED, Watch
 
 BEGIN = """
 import os, signal, sys, time
@@ -414,6 +414,6 @@ def test_a_mark_costs_next_to_nothing():
 def _time_marks(watch):
     begin = time.perf_counter()
     for _ in range(250):
-        for stage in STAGES[:4]:
+        for stage in WATCHED[:4]:
             watch.mark(1, stage)
     return (time.perf_counter() - begin) / 1000

@@ -714,3 +714,16 @@ def test_mini_shrinks_the_schedule_of_a_task(tmp_path):
     (arm,) = shrink(study).arms
     assert (arm.options["batch_schedule"], arm.options["global_batch"]) == ("0:16 0.5:32", 32)
     assert list_runs(shrink(study))  # this checks the arm
+
+
+def test_mini_names_the_arm_whose_options_do_not_fit_its_task():
+    Path("my_own.py").write_text(
+        "import torch\nfrom paceline import Arrays, Task\n"
+        "def task():\n    data = lambda: Arrays((torch.randn(64, 5),))\n"
+        "    return Task(name='own', train=data, validation=data, model=lambda: torch.nn.Linear(5, 1), unit='points',\n"
+        "                objective=lambda m, b: {'loss': m(b[0]).squeeze(1) ** 2})\n"
+    )
+    arm = Arm(name="b", options={"crop": 2})
+    study = Study(name="s", source="study s.toml", task="my_own.py", seeds=(3,), reference="b", arms=(arm,))
+    with pytest.raises(UsageError, match=r"^study s.toml, arm 'b': --crop is for built-in image tasks"):
+        shrink(study)

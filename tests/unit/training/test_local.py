@@ -153,7 +153,7 @@ def test_checkpoints_wait_for_an_averaging(tmp_path: Path) -> None:
 def test_a_wish_to_stop_waits_for_an_averaging(tmp_path: Path) -> None:
     task = blobs()
     watch = SimpleNamespace(stop="", why_stop=lambda: "SIGTERM")
-    watch.mark = lambda step, phase: setattr(watch, "stop", "SIGTERM" if step >= 8 else "")
+    watch.mark = lambda step, stage: setattr(watch, "stop", "SIGTERM" if step >= 8 else "")
     with world() as here:
         run = build(task, make_config(task.defaults, {**FOUR, "local_after": 0.2, "epochs": 4, "checkpoint_every": "50"}), here)
         with pytest.raises(Stopped, match="after step 10; a checkpoint was written"):

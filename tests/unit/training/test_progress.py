@@ -12,7 +12,15 @@ from paceline.training.progress import Pace, phase_words
 
 # 100 samples, 2 epochs: 10 steps of 10, then 5 of 20.
 GROWING = SimpleNamespace(
-    **{"total_steps": 15, "steps_per_epoch": 5, "epochs": 2, "train_samples": 100, "workers": 1, "record": "runs/x"},
+    **{
+        "total_steps": 15,
+        "steps_per_epoch": 5,
+        "epochs": 2,
+        "train_samples": 100,
+        "epoch_samples": 0,
+        "workers": 1,
+        "record": "runs/x",
+    },
     phases=({"steps": 10, "global_batch": 10}, {"steps": 0, "global_batch": 15}, {"steps": 5, "global_batch": 20}),
     resumed_at=None,
     lines=lambda: [("task", "mine")],
@@ -105,6 +113,15 @@ def test_a_run_that_ends_within_an_epoch_ends_after_steps(capsys):
     printer.epoch({**EPOCH, "step": 14, "samples": 80})
     printer.end(Result(status="done", epochs=2, steps=14, train_time_s=12.3, metrics={}), None)
     assert "after 14 steps, 12.3 s of training" in capsys.readouterr().out
+
+
+def test_an_epoch_of_weighted_draws_is_whole():
+    """40 draws per epoch of 100 samples."""
+    pace = started(epoch_samples=40, phases=())
+    pace.epoch({**EPOCH, "samples": 40})
+    assert pace.whole
+    pace.epoch({**EPOCH, "samples": 20})
+    assert not pace.whole
 
 
 def test_the_record_has_a_row_for_each_phase(tmp_path):

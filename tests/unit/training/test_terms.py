@@ -284,3 +284,25 @@ def test_a_phase_that_no_step_has_is_a_note():
     (large,) = notes("0:16 1:1920")
     assert "while it is used, every epoch is a single step of 960" in large
     assert "use --global-batch" not in large
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_schedule": "auto:32", "global_batch": 32}, "start lower, or use a larger --global-batch"),
+        ({"batch_schedule": "auto", "global_batch": 64}, "use a larger --global-batch, or a smaller --smallest-part than 32"),
+        ({"batch_schedule": "auto", "global_batch": 66}, "use a larger --global-batch, whose half has parts of equal size"),
+    ],
+)
+def test_an_automatic_schedule_that_cannot_start_lower_says_what_helps(options, says):
+    config = Config(virtual_workers=2, smallest_part=1 if options["global_batch"] == 66 else 32, **options)
+    (note,) = describe_batch(config, *make_steps(config, world(), 640))
+    assert note.startswith(f"--batch-schedule {options['batch_schedule']} starts at the global batch of")
+    assert note.endswith(f"so the batch does not grow: {says}")
+
+
+def test_a_warm_up_in_steps_is_exact_also_with_auto():
+    options = {"batch_schedule": "auto", "global_batch": 64, "virtual_workers": 2, "smallest_part": 4, "schedule": "linear"}
+    for warmup, said in (({"warmup_steps": 4}, "over 4 steps"), ({"warmup_epochs": 0.5}, "over at most 80 steps")):
+        config = Config(**options, **warmup)
+        assert make_contract(config, world(), *make_steps(config, world(), 1280), ABOUT).warmup.startswith(said)

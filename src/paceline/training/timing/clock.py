@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from paceline.dist.world import World
 from paceline.records import COMPONENTS
 
-STAGES = {
+COUNTS_AS = {
     "data": "input",
     "forward": "forward",
     "backward": "backward",
@@ -34,7 +34,7 @@ STAGES = {
     "update": "optimizer",
     "other": "other",
 }
-"""The stages a step enters, and what the time in each counts as."""
+"""The stages that a step enters, and what the time in each counts as."""
 
 _KEPT = 1000  # timed steps kept between two looks; older ones are dropped
 _ROUNDS = 21  # barriers to align clocks with
@@ -85,7 +85,7 @@ class Clock:
         self._now: Timed | None = None
         self._done: deque[Timed] = deque(maxlen=_KEPT)
         self._recorded: Timed | None = None
-        self._recorded_stages = tuple(STAGES) if detailed else ("update",) if world.size > 1 else ()
+        self._recorded_stages = tuple(COUNTS_AS) if detailed else ("update",) if world.size > 1 else ()
         self.before_replay = "other" if detailed else "backward"
         """The stage that a replay starts with, up to the graph's first stamp."""
         self._world, self._offset_s = world, 0.0
@@ -295,10 +295,10 @@ def fill_up(components_s: Mapping[str, float], step_s: float) -> dict[str, float
 
 def _own_components(timed: Timed) -> list[float]:
     """Times of input, forward, backward, exposed, optimizer and other, and when the last gradient was ready."""
-    sums = dict.fromkeys(STAGES.values(), 0.0)
+    sums = dict.fromkeys(COUNTS_AS.values(), 0.0)
     ready = timed.gathered()
     for stage, begin, end in timed.spans():
-        sums[STAGES[stage]] += end - begin
+        sums[COUNTS_AS[stage]] += end - begin
         if stage == "backward" and ready is not None and begin <= ready < end:
             sums["backward"] -= end - ready
             sums["exposed"] += end - ready

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.output import plural
 from paceline.training.build import Run
-from paceline.training.timing.clock import STAGES, Clock, Timed
+from paceline.training.timing.clock import COUNTS_AS, Clock, Timed
 
 WARM_UP, STEPS = 10, 5
 """Steps before the timeline begins, and in it: DDP changes its buckets after the first step."""
@@ -128,7 +128,7 @@ def _cut(step: Mapping[str, Any], latest: float) -> list[tuple[str, float, float
             together = min(max(latest, ready), end)
             found += [("backward", begin, ready), ("waiting", ready, together), ("communication", together, end)]
         else:
-            found.append(("communication" if stage == "reduce" else STAGES[stage], begin, end))
+            found.append(("communication" if stage == "reduce" else COUNTS_AS[stage], begin, end))
     return [span for span in found if span[2] > span[1]]
 
 

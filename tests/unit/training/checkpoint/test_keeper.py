@@ -217,7 +217,7 @@ def test_a_folder_that_cannot_be_written_costs_no_run(tmp_path: Path) -> None:
 )
 def test_a_stopped_run_says_whether_there_is_a_checkpoint(tmp_path: Path, folder: str, every: str, said: str) -> None:
     (tmp_path / "file").write_text("no folder")
-    watch = SimpleNamespace(stop="SIGTERM", why_stop=lambda: "SIGTERM", mark=lambda step, phase: None)
+    watch = SimpleNamespace(stop="SIGTERM", why_stop=lambda: "SIGTERM", mark=lambda step, stage: None)
     with pytest.raises(Stopped, match=f"^stopped by SIGTERM after step 1; {said}$"):
         one_run(tmp_path / folder, watch=watch, checkpoint_every=every)
     assert (tmp_path / "x" / "step-000000001.safetensors").exists() == said.startswith("a ")
