@@ -5,6 +5,8 @@ The nodes meet in a store that node 0 hosts on one address: the loopback if ther
 port can run code here. This agent and its workers read only JSON and plain text from the store.
 """
 
+import signal
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,20 +75,26 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started: dict[int, Any] = super()._start_workers(worker_group)
         self._before: dict[int, int] | None = None
+        self._closing_s = 0.0
         context: Any = self._pcontext
         close = context.close
 
         def close_after_reading_exits(death_sig: Any = None, timeout: int = 30) -> None:
             if self._before is None:
                 self._before = self._ended()
+            begin = time.monotonic()
             close(death_sig, self.kill_after_s)  # elastic ignores its own setting for this timeout when a worker fails
+            self._closing_s += time.monotonic() - begin
 
         context.close = close_after_reading_exits
         return started
 
     def exits(self) -> Exits:
         codes = self._ended()
-        return Exits(codes, frozenset(codes.keys() - (self._before or {}).keys()))
+        late = codes.keys() - (self._before or {}).keys()
+        if self._closing_s < self.kill_after_s:  # no worker was killed from here: one that was, died first, but not at once
+            late = {rank for rank in late if codes[rank] != -signal.SIGKILL}
+        return Exits(codes, frozenset(late))
 
     def _ended(self) -> dict[int, int]:
         context: Any = self._pcontext
