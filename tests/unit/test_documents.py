@@ -99,6 +99,15 @@ def test_the_predicted_time_of_a_growing_batch_is_the_committed_result() -> None
     spans = [f"{1e3 * row[key]:.0f}" for key in ("time_s", "time_low_s", "time_high_s")]
     assert f"predicts {spans[0]} ms of training ({spans[1]} to {spans[2]} ms, 90%)" in optimizers
     assert f"{fast} times as fast ({low} to {high})" in optimizers
+    compiled = statistics.median(result("h200")["overhead_batch_128_images_per_s"]["paceline"])
+    ratio = 10 * 60_000 / compiled / row["time_s"]  # of the same number of epochs
+    assert f"about {ratio:.0f} times as fast as compiled SGD" in readme
+    assert f"({compiled:,} images/s, " in optimizers
+    assert f"64 workers would be about {ratio:.0f} times as fast" in optimizers
+    returns = found["plan"]["returns"]
+    assert f"returns stop at {returns['stop_at']} workers: 64 save {returns['saved']:.0%} of their time" in optimizers
+    one = found["one_worker"]["runs"]["64 parts, 16 at once"]
+    assert f"reached {one['accuracy']:.4f}".replace("0.", ".") + f" in {one['train_time_s']:.1f} s of training" in readme
 
 
 def test_optimizer_step_ratios_are_the_committed_result() -> None:

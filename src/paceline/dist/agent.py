@@ -92,7 +92,8 @@ class _Agent(LocalElasticAgent):
     def exits(self) -> Exits:
         codes = self._ended()
         late = codes.keys() - (self._before or {}).keys()
-        if self._closing_s < self.kill_after_s:  # no worker was killed from here: one that was, died first, but not at once
+        if self._closing_s < self.kill_after_s:
+            # Too soon for a SIGKILL of elastic's: something else killed the worker, and its process took a while to end.
             late = {rank for rank in late if codes[rank] != -signal.SIGKILL}
         return Exits(codes, frozenset(late))
 

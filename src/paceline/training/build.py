@@ -162,8 +162,7 @@ def _build(task: Task, config: Config, world: World, initial: Initial | None) ->
     model, grouping, notes = make_model(trial)
     if grouping.at_once > 1:  # smaller last steps run in turn, and their parts' shards must be in the same process
         feed = replace(feed, own_shards=1)
-    described = describe_batch(config, sampler, schedule)
-    notes = (*described, *_describe_workers(config, world, sampler, schedule, grouping.at_once), *notes)
+    notes = (*_describe_steps(config, world, sampler, schedule, grouping.at_once), *notes)
     initial = start_from(model, config, world, initial)
 
     def load(data: Data, feed: Feed) -> Loader:
@@ -258,10 +257,12 @@ def _describe(task: Task, config: Config, model: nn.Module, train: Data, loader:
     }
 
 
-def _describe_workers(config: Config, world: World, sampler: Sampler, schedule: Schedule, at_once: int) -> tuple[str, ...]:
-    """A note about idle workers, unless their number or the phases are not known yet."""
-    open_ended = config.workers_schedule or is_auto(config.batch_schedule)
-    return () if open_ended else describe_idle(config, sampler, schedule, world.size, at_once)
+def _describe_steps(config: Config, world: World, sampler: Sampler, schedule: Schedule, at_once: int) -> tuple[str, ...]:
+    """Notes about batches and, unless their number or the phases are not known yet, about idle workers."""
+    notes = describe_batch(config, sampler, schedule)
+    if config.workers_schedule or is_auto(config.batch_schedule):
+        return notes
+    return (*notes, *describe_idle(config, sampler, schedule, world.size, at_once))
 
 
 def _describe_limits(model: nn.Module, config: Config, sampler: Sampler) -> tuple[str, ...]:

@@ -262,7 +262,7 @@ class _Fit:
         run, progress = self.run, self.progress
         before, trained = replace(progress), progress.means.read()
         self.step.checks.end_epoch()
-        samples, time_s = self._samples_done(epoch), progress.epoch_time_s
+        samples = self._samples_done(epoch)
         progress.train_time_s += progress.epoch_time_s
         run.parts.average_statistics()
         check_agreement({**run.model.state_dict(), **run.kept()}, run.world, f"after epoch {epoch + 1}")
@@ -275,7 +275,7 @@ class _Fit:
             epochs=epoch + 1,
             steps=progress.step,
             train_time_s=progress.train_time_s,
-            samples_per_s=samples / time_s,
+            samples_per_s=samples / progress.epoch_time_s,
             metrics=metrics,
         )
         progress.epoch, progress.epoch_time_s, progress.means = epoch + 1, 0.0, EpochMeans()
