@@ -111,8 +111,8 @@ class Config(RemembersGiven):
     reference_batch: int = _batch(128, Role.MODEL, Role.METHOD, Role.COMMON, at_least=1)
     """The batch on one worker for which base_lr is known to work."""
     global_batch: int | None = _batch(None, Role.MODEL, Role.LAUNCH, Role.STATE, Role.SEVERAL_PARTS, Role.COMMON, at_least=1)
-    """Samples per step over all workers; with --batch-schedule, of the largest batch (default: reference_batch for each virtual
-    worker)."""
+    """Samples per step over all workers (default: reference_batch for each virtual worker). With --batch-schedule: the largest
+    batch."""
     batch_schedule: str = _batch(
         "",
         Role.MODEL,
