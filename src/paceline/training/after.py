@@ -51,6 +51,11 @@ class Request:
     """A key of `WEIGHTS`."""
     data: str = ""
     """`train`, a named validation set, or `file.py:function` or `module:function`; "": the validation data."""
+    sets: tuple[str, ...] = ()
+    """Look at these instead of `data`: "train", "validation" (the main set), or both. A task without validation data has only
+    the first."""
+    precision: str = ""
+    """Replaces the precision that the run had."""
     task: str = ""
     """Replaces the task that the record names."""
     workers: int | None = None
@@ -103,7 +108,10 @@ def opened(request: Request, here: World, *, validates: bool) -> Iterator[Opened
     trained = Trained(**here.broadcast(found))
     stages.enter("loading the task")
     task, config = trained.resolve(request.task or None)
-    sources, about = _choose_data(request.data, task, config, predicts=not validates)
+    if request.sets:
+        sources, about = _choose_sets(request.sets, task, config), " and ".join(request.sets)
+    else:
+        sources, about = _choose_data(request.data, task, config, predicts=not validates)
     first = next(iter(sources.values())) if isinstance(sources, Mapping) else sources
     # A stream is read whole only as validation data: as training data it would be split by the number of workers.
     looked_at: dict[str, Any] = {"train": first, "validation": sources}
@@ -115,7 +123,8 @@ def opened(request: Request, here: World, *, validates: bool) -> Iterator[Opened
         raise UsageError(f"{about} has no samples: check for a wrong folder, or a filter that removes everything")
     if seen < here.size:
         raise UsageError(f"{plural(seen, 'sample')} for {here.size} workers: use --workers {seen} or fewer")
-    run = build(replace(task, **looked_at, **unneeded), _plain(config, here, trained), here)
+    plain = _plain(config, here, trained, request.precision or config.precision)
+    run = build(replace(task, **looked_at, **unneeded), plain, here)
     with run:
         name = WEIGHTS[request.weights]
         weights, path = read_on_main(lambda: _read(trained.record, request.runs_dir, name), here)
@@ -153,7 +162,7 @@ def _read(record: str, runs_dir: str, name: str) -> tuple[dict[str, Tensor], str
     return read_weights(path), str(path)
 
 
-def _plain(config: Config, here: World, trained: Trained) -> Config:
+def _plain(config: Config, here: World, trained: Trained, precision: str) -> Config:
     """The options that matter for a forward pass; one part per worker, so that the model is the same on any number of them.
 
     Convolutions are laid out as in the run: where it ran several parts in one pass, they are not channels-last.
@@ -169,7 +178,7 @@ def _plain(config: Config, here: World, trained: Trained) -> Config:
             "accumulate": config.accumulate,
             "loader": config.loader,
             "loader_workers": config.loader_workers,
-            "precision": config.precision,
+            "precision": precision,
             "seed": config.seed,
             "eval_batch": config.eval_batch,
             "set": config.set,
@@ -205,6 +214,16 @@ def _choose_data(given: str, task: Task, config: Config, *, predicts: bool) -> t
         error = unknown("value for --data", given, [*named, TRAIN])
         raise UsageError(f"{error} (or FILE.py:FUNCTION or MODULE:FUNCTION, a function that returns data)")
     return _once(tasks.find_function(given, "--data"), config, 1, task.name, given), given
+
+
+def _choose_sets(names: Sequence[str], task: Task, config: Config) -> Chosen:
+    """The training data, the main validation set, or both."""
+    chosen: dict[str, Source] = {}
+    for name in names:
+        if name == TRAIN or task.validation is not None or len(names) == 1:
+            source, _ = _choose_data(TRAIN if name == TRAIN else "", task, config, predicts=True)
+            chosen[name] = next(iter(source.values())) if isinstance(source, Mapping) else source
+    return chosen
 
 
 def _once(source: Any, config: Config, number: int, task: str, given: str = "") -> Callable[[], Any]:
