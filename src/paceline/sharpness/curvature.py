@@ -50,6 +50,8 @@ class Spectrum:
     """The density of the eigenvalues on a grid; its integral is 1."""
     near_zero: float
     """Share of the eigenvalues within `NEAR` of zero."""
+    direction: Tensor
+    """The vector of the largest eigenvalue, of length 1."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def measure(products: Products, like: Tensor, effort: Effort, tell: Callable[[in
     best: tuple[float, Tensor] | None = None
     for first in range(0, runs, effort.together):
         starts = _starts(like, effort.seed, range(first, min(first + effort.together, runs)))
-        basis, found = lanczos(products, starts, effort.steps, lambda n, before=done: tell(before + n, effort.products))
+        basis, found = lanczos(products, starts, effort.steps, _after(done, effort.products, tell))
         done += len(starts) * effort.steps
         for vectors, rule in zip(basis, found, strict=True):
             rules.append(rule)
@@ -123,10 +125,14 @@ def measure(products: Products, like: Tensor, effort: Effort, tell: Callable[[in
         done += len(starts)
         tell(done, effort.products)
     assert best is not None
-    values, residuals = _refine(products, best[1])
+    values, residuals, direction = _refine(products, best[1])
     x, y, near_zero = density(rules)
     error = float(np.std(squares, ddof=1) / np.sqrt(len(squares))) if len(squares) > 1 else None
-    return Spectrum(values, residuals, float(np.mean(squares)), error, x, y, near_zero)
+    return Spectrum(values, residuals, float(np.mean(squares)), error, x, y, near_zero, direction)
+
+
+def _after(before: int, total: int, tell: Callable[[int, int], None]) -> Callable[[int], None]:
+    return lambda done: tell(before + done, total)
 
 
 def _starts(like: Tensor, seed: int, numbers: range) -> Tensor:
@@ -191,14 +197,15 @@ def _combine(basis: Tensor, rule: _Rule, top: int) -> Tensor:
     return found / _norm(found).to(found.dtype)
 
 
-def _refine(products: Products, vectors: Tensor) -> tuple[list[float], list[float]]:
-    """The Rayleigh quotient of each vector, and how far it is from being an eigenvector."""
-    found, vectors = products(vectors).double(), vectors.double()
-    values = (found * vectors).sum(1)
-    residuals = (found - values[:, None] * vectors).norm(dim=1)
+def _refine(products: Products, vectors: Tensor) -> tuple[list[float], list[float], Tensor]:
+    """The Rayleigh quotient of each vector, how far it is from being an eigenvector, and the vector of the largest."""
+    found = products(vectors).double()
+    values = (found * vectors.double()).sum(1)
+    residuals = (found - values[:, None] * vectors.double()).norm(dim=1)
     order = torch.argsort(values, descending=True)
-    return values[order].tolist(), residuals[order].tolist()
+    return values[order].tolist(), residuals[order].tolist(), vectors[order[0]]
 
 
 def _norm(rows: Tensor) -> Tensor:
-    return rows.double().norm(dim=1, keepdim=True)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
+    return norms

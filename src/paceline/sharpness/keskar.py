@@ -111,11 +111,11 @@ def _lead(
             loss, gradient = surface.gradient(point)
         else:
             loss, gradient = start
-        if not math.isfinite(loss):
+        slope = space.pull(gradient) * reach
+        if not math.isfinite(loss) or not bool(slope.isfinite().all()):
             raise _NotFinite
         values.append(loss)
         tell(min(len(values), ITERATIONS), ITERATIONS + 1)
-        slope = space.pull(gradient) * reach
         unit = unit or _FIRST / max(float(slope.abs().mean()), 1e-300)
         return -(loss - start[0]) * unit, -(slope * unit).cpu().numpy()
 

@@ -28,7 +28,9 @@ from paceline.training.progress import left_words
 from paceline.training.weights import model_sha256
 
 EPSILONS = (1e-3, 5e-4)
+_SPACES = {"full": "the full space", "subspace": "a random subspace"}
 RHO, ADAPTIVE_RHO = 0.05, 0.5
+_DISAGREE = 0.5  # more than kinks (ReLU, max pooling) cause
 _OPTIMIZER_BYTES = 300  # per weight: L-BFGS-B keeps 10 pairs of vectors, and more, in float64
 
 
@@ -51,7 +53,7 @@ def measure(request: Request, options: Options, here: World) -> dict[str, Any]:
         surface = Surface(opened, "train")
         stages.enter("evaluating the loss")
         loss, gradient = surface.gradient(surface.weights)
-        _check_finite(surface, loss, request)
+        _check_finite(surface, loss, gradient, request)
         about = {
             "samples": surface.samples,
             "set": "train",
@@ -95,24 +97,46 @@ def _add_spectrum(surface: Surface, options: Options, kept: Kept) -> None:
     effort = curvature.Effort(top=count, together=together, seed=options.seed, **asked)
     with _progress("Hessian: product") as tell:
         spectrum = curvature.measure(surface.products, surface.weights, effort, tell)
+    _check_products(surface, spectrum, kept)
     density = {"x": spectrum.x, "y": spectrum.y, "near_zero": spectrum.near_zero}
     found = {"top": spectrum.top, "residuals": spectrum.residuals, "trace": spectrum.trace, "trace_error": spectrum.trace_error}
     kept.add({"hessian": {**found, **asked, "density": density}})
 
 
+def _check_products(surface: Surface, spectrum: curvature.Spectrum, kept: Kept) -> None:
+    """Compare the first eigenvalue with a difference of gradients, and note a large disagreement.
+
+    A custom layer whose backward is not differentiable can look constant to torch, without an error.
+    """
+
+    length = 1e-3 * max(float(surface.weights.double().norm()), 1.0)
+    step = (length * spectrum.direction).to(surface.dtype)
+    ahead, behind = (surface.gradient(surface.weights + sign * step)[1] for sign in (1, -1))
+    value, slope = spectrum.top[0], float((ahead - behind) @ spectrum.direction.double()) / (2 * length)
+    rounding = 1e-4 * float(ahead.norm()) / length
+    if not abs(slope - value) <= max(_DISAGREE * max(abs(slope), abs(value)), rounding):
+        kept.note(
+            f"the Hessian may be wrong: along its first direction the gradient changes by {slope:.3g}, not by {value:.3g}; does a"
+            " custom layer's backward work outside autograd?"
+        )
+
+
 def _add_keskar(surface: Surface, start: tuple[float, Tensor], options: Options, kept: Kept) -> None:
     found = list(kept.get("keskar") or [])
     done = {(each["space"], each["epsilon"]) for each in found}
-    for name in ("full", "subspace"):
+    if start[0] <= -1:
+        kept.note(f"Keskar's sharpness is left out: it divides by 1 + loss, and the loss is {start[0]:.4g}")
+        return
+    for name, title in _SPACES.items():
         missing = [epsilon for epsilon in EPSILONS if (name, epsilon) not in done]
         if not missing or not _fits(surface, name, kept):
             continue
-        stages.enter(f"Keskar: preparing the {name} space")
+        stages.enter(f"Keskar: preparing {title}")
         space = None
         if surface.world.is_main:
             space = keskar.full(surface.weights) if name == "full" else keskar.subspace(surface.weights, options.seed)
         for epsilon in missing:
-            with _progress(f"Keskar: {name} space, epsilon {epsilon:g}, iteration") as tell:
+            with _progress(f"Keskar: {title}, epsilon {epsilon:g}, iteration") as tell:
                 value = keskar.sharpness(surface, space, epsilon, start, tell)
             found = [*found, {"space": name, "epsilon": epsilon, "sharpness": value}]
             kept.add({"keskar": found})
@@ -130,8 +154,8 @@ def _fits(surface: Surface, name: str, kept: Kept) -> bool:
     if needed <= free / 2:
         return True
     kept.note(
-        f"Keskar's sharpness in the {name} space is left out: it needs {needed / 1e9:,.1f} GB, more than half of the"
-        f" {free / 1e9:,.1f} GB of free {where}"
+        f"Keskar's sharpness in {_SPACES[name]} is left out: it needs {_gigabytes(needed)}, more than half of the"
+        f" {_gigabytes(free)} of free {where}"
     )
     return False
 
@@ -144,11 +168,15 @@ def _vectors_in_memory(surface: Surface, steps: int, most: int) -> int:
     if not count:
         fewer = int((free / 2 - 40 * surface.size) // surface.weights.nbytes)
         raise UsageError(
-            f"{steps} Lanczos steps keep {needed / 1e9:,.1f} GB of vectors per worker, more than half of the"
-            f" {free / 1e9:,.1f} GB of free memory: "
+            f"{steps} Lanczos steps keep {_gigabytes(needed)} of vectors per worker, more than half of the"
+            f" {_gigabytes(free)} of free memory: "
             + (f"use --lanczos-steps {fewer}" if fewer > 1 else "leave the Hessian out with --measures keskar,sam")
         )
     return min(count, most, curvature.RUNS)
+
+
+def _gigabytes(count: float) -> str:
+    return f"{count / 1e9:,.3g} GB"
 
 
 def _free_bytes(here: World) -> int:
@@ -160,11 +188,13 @@ def _free_bytes(here: World) -> int:
     return int(psutil.virtual_memory().available // here.local_size)
 
 
-def _check_finite(surface: Surface, loss: float, request: Request) -> None:
+def _check_finite(surface: Surface, loss: float, gradient: Tensor, request: Request) -> None:
     """Raise a UsageError if the run diverged."""
     odd = int((~torch.isfinite(surface.weights)).sum())
-    if odd or not math.isfinite(loss):
+    if odd or not math.isfinite(loss) or not bool(gradient.isfinite().all()):
         what = f"{odd:,} of its {surface.size:,} weights are not finite" if odd else f"its loss is {loss}"
+        if not odd and math.isfinite(loss):
+            what = "the gradient of its loss is not finite"
         other = "use --weights best, or " if request.weights == "last" else ""
         raise UsageError(
             f"{request.record} has diverged: {what}, so there is no minimum to measure; {other}train again with a"

@@ -67,10 +67,6 @@ class Surface:
         self._reduced(sums)
         return (rows / sums[0]).to(self.dtype)
 
-    def restore(self) -> None:
-        """Put the record's weights back into the model."""
-        self._put(self.weights)
-
     def _add_products(self, loss: Tensor, vectors: Tensor, rows: Tensor) -> None:
         try:
             gradients = torch.autograd.grad(loss, self._parameters, create_graph=True, **_UNUSED)

@@ -124,7 +124,7 @@ _RISES = {
 def _describe_hessian(found: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for number, (value, residual) in enumerate(zip(found["top"], found["residuals"], strict=True), start=1):
-        meaning = "curvature in the sharpest direction" if number == 1 else "in the next one"
+        meaning = "curvature in the sharpest direction" if number == 1 else "in the next sharpest"
         if not abs(residual) <= _CONVERGED * abs(value):
             meaning += f"; not converged: +-{_number(residual)}"
         rows.append([f"Hessian, eigenvalue {number}", meaning, _number(value)])
@@ -150,7 +150,7 @@ def _check(options: Mapping[str, Any]) -> tuple[str, ...]:
             raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be from {least} to {most:,}")
     if options["top"] > options["lanczos_steps"]:
         raise UsageError(
-            f"--top {options['top']} is more than --lanczos-steps {options['lanczos_steps']}: N steps find at most N eigenvalues"
+            f"--top is {options['top']} and --lanczos-steps {options['lanczos_steps']}: N steps find at most N eigenvalues"
         )
     asked = tuple(filter(None, (each.strip() for each in options["measures"].split(","))))
     for each in asked:
