@@ -116,8 +116,8 @@ def _check_products(surface: Surface, spectrum: curvature.Spectrum, kept: Kept) 
     rounding = 1e-4 * float(ahead.norm()) / length
     if not abs(slope - value) <= max(_DISAGREE * max(abs(slope), abs(value)), rounding):
         kept.note(
-            f"the Hessian may be wrong: along its first direction the gradient changes by {slope:.3g}, not by {value:.3g}; does a"
-            " custom layer's backward work outside autograd?"
+            f"the Hessian may be wrong: along its first direction the gradient changes by {slope:.3g}, not by {value:.3g};"
+            " does a custom layer's backward work outside autograd?"
         )
 
 

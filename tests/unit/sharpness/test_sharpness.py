@@ -169,6 +169,14 @@ def test_some_samples_and_some_measures(capsys: pytest.CaptureFixture[str], reco
     assert (whole["samples"], "hessian" in whole) == (60, False), "of other samples"
 
 
+def test_workers_get_the_same_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 is a value, too."""
+    commands = []
+    monkeypatch.setattr("paceline.training.after.in_world", lambda request, command, work: commands.append(command))
+    call(capsys, "--samples", "0", "--measures", "sam", "--workers", "2", "--json")
+    assert {"--samples=0", "--seed=0", "--measures=sam", "--workers=2", "--json"} < set(commands[0])
+
+
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ctrl-C during the second of Keskar's searches."""

@@ -1,5 +1,6 @@
 """The loss as a function of one vector: values, gradients and Hessian-vector products."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.surfaces import cross_entropy, exact_hessian, net, points, surface_of
+from harness.training import ALONE
 from paceline.errors import UsageError
 from paceline.sharpness.curvature import Effort, measure
 
@@ -36,6 +38,12 @@ def test_products_are_those_of_the_exact_hessian() -> None:
     surface = surface_of(model, batches)
     found = surface.products(torch.eye(surface.size, dtype=torch.float64))
     torch.testing.assert_close(found, exact_hessian(surface, model, batches), rtol=1e-9, atol=1e-12)
+
+
+def test_workers_share_the_batches() -> None:
+    batches = points((5, 4, 3, 2))
+    shares = [surface_of(net(), batches, world=replace(ALONE, rank=rank, size=3))._batches for rank in range(3)]
+    assert [[count for _, count in share] for share in shares] == [[5, 2], [4], [3]]
 
 
 def test_frozen_unused_and_linear_weights_are_no_obstacle() -> None:
