@@ -33,6 +33,7 @@ VERBS = {
     "scale": ("paceline.scale.verb", "Measure images/s on 1, 2, 4 ... workers, how far that is from linear, and why."),
     "evaluate": ("paceline.evaluate", "Evaluate a trained model on its validation data, or on other data."),
     "predict": ("paceline.predict", "Write a trained model's predictions to a file, in sample order."),
+    "landscape": ("paceline.landscape.verb", "Draw the loss around a model, along its training, or between two models."),
     "lr-find": ("paceline.lr_find.verb", "Recommend a learning rate from a short run in which it grows."),
     "runs": ("paceline.runs", "List records: status, accuracy, images/s."),
     "report": ("paceline.report.verb", "Write one self-contained HTML page about records, studies and scalings."),
@@ -47,7 +48,7 @@ VERBS = {
 }
 """The module and the one-line summary of each verb."""
 
-_TRAINING = ("train", "evaluate", "predict", "lr-find", "scale", "advise", "rehearse", "study")
+_TRAINING = ("train", "evaluate", "predict", "landscape", "lr-find", "scale", "advise", "rehearse", "study")
 
 _EXAMPLES = """examples:
   paceline train fashion-mnist-mini --workers 2
@@ -55,6 +56,7 @@ _EXAMPLES = """examples:
   torchrun --nproc-per-node 4 -m paceline train fashion-mnist
   paceline evaluate runs/demo
   paceline predict runs/demo --to predictions.npz
+  paceline landscape runs/demo
   paceline lr-find my_task.py
   paceline study my_study.toml
   paceline rehearse fashion-mnist --workers 64
