@@ -259,6 +259,11 @@ class Config(RemembersGiven):
     """How many checkpoints to keep."""
     save_best: bool = _record(False, Role.OPERATION, Role.STOP, Role.WHOLE_RUN)
     """Save the weights of the best epoch, by --monitor, in best.safetensors (with --ema, the averaged weights)."""
+    snapshots: int = _record(0, Role.OPERATION, Role.WHOLE_RUN, at_least=0)
+    """Save the parameters at N evenly spaced steps of the run, from before the first to after the last, in bf16 (0: off)."""
+    watch_layers: int = _record(0, Role.OPERATION, at_least=0)
+    """Every N steps, record each layer's gradient norm and how far the step moved its weights, as a fraction of their norm (0:
+    off)."""
     profile: bool = _record(False, Role.OPERATION, Role.WHOLE_RUN)
     """Write a timeline of a few steps on all workers into the record: forward, backward, every bucket's all-reduce."""
     log_every: int = _record(10, Role.OPERATION, at_least=1)
@@ -297,11 +302,13 @@ class Config(RemembersGiven):
             raise UsageError(
                 "one-cycle warms up by itself (--peak-at): use --schedule cosine, linear or constant with a warm-up"
             )
-        if self.local_steps and (self.sam_rho or self.measure_noise or self.lr_rule == "adascale"):
+        if self.local_steps and (self.sam_rho or self.measure_noise or self.watch_layers or self.lr_rule == "adascale"):
             raise UsageError(
-                "--local-steps cannot be combined with --sam-rho, --measure-noise or --lr-rule adascale: parts that train by"
-                " themselves have no common gradient"
+                "--local-steps cannot be combined with --sam-rho, --measure-noise, --watch-layers or --lr-rule adascale: parts"
+                " that train by themselves have no common gradient"
             )
+        if self.snapshots == 1:
+            raise UsageError("--snapshots is 1: it must be 0 or at least 2, the first step and the last are among them")
         if self.patience > 1 and "target_accuracy" not in self.given:
             raise UsageError(
                 f"--patience {self.patience} does nothing without --target-accuracy: it counts the epochs in a row that reach"
