@@ -23,8 +23,8 @@ _COLUMNS = 1 << 20  # weights of all points that are in float64 at a time
 def random_direction(model: nn.Module, seed: int, number: int) -> Direction:
     """A normal direction, filter-normalized (Li et al. 2018, arXiv:1712.09913, section 4).
 
-    Each filter of a convolution, or row of a matrix, gets the norm of the model's own. Parameters of one dimension (biases, norm
-    layers) do not move.
+    Each filter of a convolution, or row of a matrix, gets the norm of the model's own. Parameters of one dimension (biases,
+    norm layers) do not move.
     """
     direction: Direction = {}
     for index, (name, weight) in enumerate(_trained(model).items()):

@@ -9,8 +9,9 @@ import hashlib
 import json
 import math
 import re
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,9 @@ def _check_model(model: Fixed, asked: Asked) -> None:
     for name in model.sets:
         loss = float(model.means(name)[0])
         if not math.isfinite(loss):
-            raise UsageError(f"the loss of {record} is {loss} on its {name} data: its run diverged, so there is nothing to draw")
+            raise UsageError(
+                f"the loss of {record} is {loss} on its {name} data: its run diverged, so there is nothing to draw"
+            )
 
 
 def _make_sketch(model: Fixed, asked: Asked, request: Request) -> Sketch:
@@ -204,7 +207,9 @@ def _sketch_path(model: Fixed, asked: Asked, request: Request) -> Sketch:
         if len(snapshots) < 2:
             raise UsageError(f"{record} has no snapshots of its training: train with --snapshots 20, then draw its path")
         points = [read_snapshot(path) for _, path in snapshots]
-        odd = next((name for point in points for name in shapes if name not in point or point[name].shape != shapes[name]), None)
+        odd = next(
+            (name for point in points for name in shapes if name not in point or point[name].shape != shapes[name]), None
+        )
         if odd is not None:
             raise UsageError(f"the snapshots in {record} are of a different model ({odd} does not match)")
         paths.append(points)
@@ -272,43 +277,40 @@ def _evaluate_all(points: Points, sketch: Sketch, store: Store | None, here: Wor
     """Evaluate the points that are not stored yet, in blocks dealt to the workers. Collective: call on every rank."""
     done = here.broadcast(sorted(store.values) if store is not None else [])
     left = sorted(set(range(sketch.count)) - set(done))
-    begin = told = time.monotonic()
-    at, size = 0, 1
-    for at, block in _blocks(left, here, lambda: size):
-        started = time.monotonic()
-        mine = block[here.rank :: here.size]
+    progress = _Progress(sketch.count, len(done))
+    size = 1  # points per worker in a block
+    while left:
+        block, left = left[: size * here.size], left[size * here.size :]
+        begin, mine = time.monotonic(), block[here.rank :: here.size]
         values = points.evaluate([sketch.place(number) for number in mine]).tolist() if mine else []
         rows = here.gather([mine, values])
         if store is not None:
             for numbers, found in rows:
                 store.add(numbers, found)
-            now = time.monotonic()
-            rate = (at + len(block)) / max(now - begin, 1e-9)
-            told = _tell(len(done) + at + len(block), sketch.count, (len(left) - at - len(block)) / rate, told)
-            size = max(1, min(4 * size, round(size * _BLOCK_S / max(now - started, 1e-3))))
+            progress.show(len(block))
+            size = max(1, min(4 * size, round(size * _BLOCK_S / max(time.monotonic() - begin, 1e-3))))
         size = here.broadcast(size)
 
 
-def _blocks(left: Sequence[int], here: World, size: Any) -> Iterator[tuple[int, Sequence[int]]]:
-    """Blocks of points for all workers together; `size` is the number of points per worker, asked for each block."""
-    at = 0
-    while at < len(left):
-        block = left[at : at + size() * here.size]
-        yield at, block
-        at += len(block)
+class _Progress:
+    """How far the points are: after each block on a terminal, from time to time where there is none."""
 
+    def __init__(self, total: int, done: int) -> None:
+        self._total, self._done, self._new = total, done, 0
+        self._begin = self._told = time.monotonic()
+        stages.enter(f"{done:,} of {total:,} points" if is_terminal(sys.stdout) else "")
 
-def _tell(done: int, total: int, left_s: float, told: float) -> float:
-    """Show how far it is: on a terminal after each block, else from time to time. When it was last shown."""
-    import sys
-
-    text, now = f"{done:,} of {total:,} points, about {left_words(left_s)} left", time.monotonic()
-    if is_terminal(sys.stdout):
-        stages.enter(text)
-    elif now - told > _TELL_S and done < total:
-        say(text)
-        return now
-    return told
+    def show(self, points: int) -> None:
+        """So many more are done."""
+        self._new += points
+        done, now = self._done + self._new, time.monotonic()
+        left_s = (self._total - done) * (now - self._begin) / self._new
+        text = f"{done:,} of {self._total:,} points, about {left_words(left_s)} left"
+        if is_terminal(sys.stdout):
+            stages.enter(text)
+        elif now - self._told > _TELL_S and done < self._total:
+            say(text)
+            self._told = now
 
 
 def _evaluate_paths(model: Fixed, points: Points, sketch: Sketch, asked: Asked, request: Request) -> None:
@@ -318,7 +320,8 @@ def _evaluate_paths(model: Fixed, points: Points, sketch: Sketch, asked: Asked, 
     records = [Path(model.opened.trained.record), *(find_record(each, request.runs_dir) for each in asked.also)]
     for path, record in zip(sketch.facts["paths"], records, strict=True):
         stages.enter(f"evaluating the snapshots of {path['name']}")
-        path["loss"] = [float(points.evaluate_weights(read_snapshot(file))[0, 0]) for _, file in list_snapshots(record)]
+        losses = [float(points.evaluate_weights(read_snapshot(file))[0, 0]) for _, file in list_snapshots(record)]
+        path["loss"] = [float(f"{loss:.6g}") for loss in losses]
 
 
 def _assemble(model: Fixed, asked: Asked, sketch: Sketch, store: Store | None) -> dict[str, Any]:
@@ -329,7 +332,7 @@ def _assemble(model: Fixed, asked: Asked, sketch: Sketch, store: Store | None) -
         measured = [metric for metric in METRICS if metric in model.names[name]]
         rows: dict[str, Any] = {}
         for metric in measured if values else ():
-            flat = [values[i][number][METRICS.index(metric)] for i in range(sketch.count)]
+            flat = [float(f"{values[i][number][METRICS.index(metric)]:.6g}") for i in range(sketch.count)]
             rows[metric] = [flat[i : i + width] for i in range(0, len(flat), width)] if sketch.y else flat
         sets[name] = rows
     return {
@@ -366,5 +369,3 @@ def describe(found: Mapping[str, Any]) -> str:
 def _describe_path(path: Mapping[str, Any]) -> str:
     steps = path["step"]
     return f"path of {path['name']}: steps {steps[0]:,} to {steps[-1]:,}, loss {path['loss'][0]:.4g} to {path['loss'][-1]:.4g}"
-
-

@@ -1,7 +1,7 @@
 """Evaluates a model at many points of a line or a plane in weight space, on fixed samples, in place.
 
-On a GPU one CUDA graph moves the weights and runs all batches, so a point costs the host three launches. Its results stay on the
-device until a block of points is done.
+On a GPU one CUDA graph moves the weights and runs all batches, so a point costs the host three launches. Its results stay on
+the device until a block of points is done.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class Points:
             for each in directions
         ]
         self._width = max(1, len(directions))
-        self._variances = [self._live[name] for name in moved if name.endswith("running_var")]
+        self._buffers = {name for name, _ in fixed.model.named_buffers()}
         self._graph: Graph | None = None
         self._capture()
 
@@ -70,18 +70,24 @@ class Points:
         ((place,),) = given
         torch._foreach_copy_(list(self._live.values()), list(self._start.values()))
         for number, direction in enumerate(self._directions):
-            tensors = [self._live[name] for name in direction]
-            torch._foreach_add_(tensors, torch._foreach_mul(list(direction.values()), place[number]))
-        for variance in self._variances:
-            variance.clamp_(min=0)  # between two models it cannot be negative, but beyond them it can
+            self._add({name: each for name, each in direction.items() if name not in self._buffers}, place[number])
+            # Beyond two models a variance could become negative: there the nearer model's statistics stay.
+            inside = place[number].clamp(0, 1)
+            self._add({name: each for name, each in direction.items() if name in self._buffers}, inside)
         return self._means()
+
+    def _add(self, direction: Direction, length: Tensor) -> None:
+        if direction:
+            torch._foreach_add_([self._live[name] for name in direction], torch._foreach_mul(list(direction.values()), length))
 
     def _means(self) -> Tensor:
         rows = []
         for name in self._fixed.sets:
             means = self._fixed.means(name)
             known = dict(zip(self._fixed.names[name], means, strict=True))
-            rows.append(torch.stack([known[each] if each in known else torch.full_like(means[0], torch.nan) for each in METRICS]))
+            rows.append(
+                torch.stack([known[each] if each in known else torch.full_like(means[0], torch.nan) for each in METRICS])
+            )
         return torch.stack(rows)
 
     def _capture(self) -> None:

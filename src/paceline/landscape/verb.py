@@ -119,7 +119,7 @@ def _check(options: dict[str, Any]) -> dict[str, Any]:
 def _check_numbers(options: dict[str, Any], flat: bool) -> None:
     points, reach = options["points"], options["reach"]
     count = points if flat else points * points
-    if not (3 <= points and count <= _MOST_POINTS):
+    if points < 3 or count > _MOST_POINTS:
         most = _MOST_POINTS if flat else math.isqrt(_MOST_POINTS)
         raise UsageError(f"--points is {points:,}: use 3 to {most:,} points{'' if flat else ' per side'}")
     if not (math.isfinite(reach) and (reach > 0 or (reach == 0 and options["to"])) and reach <= _MOST_REACH):
