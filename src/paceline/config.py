@@ -261,7 +261,7 @@ class Config(RemembersGiven):
     """Save the weights of the best epoch, by --monitor, in best.safetensors (with --ema, the averaged weights)."""
     snapshots: int = _record(0, Role.OPERATION, Role.WHOLE_RUN, at_least=0)
     """Save the parameters at N evenly spaced steps of the run, from before the first to after the last, in bf16 (0: off)."""
-    watch_layers: int = _record(0, Role.OPERATION, at_least=0)
+    watch_layers: int = _record(0, Role.OPERATION, Role.WHOLE_RUN, at_least=0)
     """Every N steps, record each layer's gradient norm and how far the step moved its weights, as a fraction of their norm (0:
     off)."""
     profile: bool = _record(False, Role.OPERATION, Role.WHOLE_RUN)

@@ -2,8 +2,8 @@
 
     RECORD/snapshots/step-000000120.safetensors    the parameters after 120 steps, in bfloat16
 
-The first is from before the first step, the last from after the last one. Parameters are copied between two steps and written in
-the background, in the format of checkpoints: a file is complete or absent, and has a checksum. With `--ema` they are the
+The first is from before the first step, the last from after the last one. Parameters are copied between two steps and written
+in the background, in the format of checkpoints: a file is complete or absent, and has a checksum. With `--ema` they are the
 training weights. After a resume, repeated steps write the same files again.
 """
 

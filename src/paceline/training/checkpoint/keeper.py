@@ -30,8 +30,8 @@ from paceline.training.build import Run
 from paceline.training.checkpoint.file import CheckpointError, Writer, load_latest
 from paceline.training.joining import spot_at
 from paceline.training.local import first_local_step
-from paceline.training.meter import EpochMeans
-from paceline.training.observers import Result, Rows
+from paceline.training.meter import EpochMeans, Rows
+from paceline.training.observers import Result
 from paceline.training.own import describe_kind
 from paceline.training.plain_state import plain_value
 from paceline.training.snapshots import FOLDER as SNAPSHOTS
