@@ -4,7 +4,6 @@ A direction has one tensor per tensor of the model that it moves. All are made o
 depend on devices or workers.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -74,22 +73,24 @@ def fit_plane(model: nn.Module, paths: Sequence[Sequence[Mapping[str, Tensor]]])
     gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)
     for columns in torch.split(table, _COLUMNS, dim=1):
         gram += columns.double() @ columns.double().T
+    if not bool(gram.isfinite().all()):
+        raise UsageError("a snapshot has weights that are not finite: its run diverged, so no plane fits its path")
     centered = gram - gram.mean(0) - gram.mean(1)[:, None] + gram.mean()
     values, vectors = torch.linalg.eigh(centered)
     spread = float(values.clamp(min=0).sum())
-    if not math.isfinite(spread) or not spread > 0 or float(values[-2]) <= 1e-12 * spread:
-        raise UsageError(f"the {plural(len(rows), 'snapshot')} lie on one point or line, or are not finite: no plane fits them")
-    axes, shares = [], []
-    middle = table.mean(0)
+    if not spread > 0 or float(values[-2]) <= 1e-12 * spread:
+        raise UsageError(f"the {plural(len(rows), 'snapshot')} lie on one point or line: no plane fits them")
+    axes, shares, at = [], [], []
     for column in (-1, -2):
-        shares_of = vectors[:, column].float()
-        axis = table.T @ shares_of - middle * shares_of.sum()
-        axis /= axis.norm()
-        axes.append(axis if float(rows[0] @ axis) >= 0 else -axis)  # every path starts on the same side
+        # The axis is a combination of the rows, so places on it follow from their inner products, in float64.
+        weights = vectors[:, column] - vectors[:, column].sum() / len(rows)
+        along = gram @ weights
+        length = float((weights @ along).sqrt()) * (1 if along[0] >= 0 else -1)  # every path starts on the same side
+        axes.append(table.T @ (weights / length).float())
+        at.append(along / length)
         shares.append(float(values[column]) / spread)
-    at = torch.stack([table @ axis for axis in axes], 1).double()
-    off = (gram.diagonal() - at.square().sum(1)).clamp(min=0).sqrt()
-    points = iter([(float(x), float(y), float(z)) for (x, y), z in zip(at, off, strict=True)])
+    off = (gram.diagonal() - at[0].square() - at[1].square()).clamp(min=0).sqrt()
+    points = iter([(float(x), float(y), float(z)) for x, y, z in zip(*at, off, strict=True)])
     return Plane(
         directions=(_split(axes[0], own), _split(axes[1], own)),
         explained=(shares[0], shares[1]),

@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: dict[str, Any]) -> int:
     """Evaluate, save, and say what came out."""
+    flags = to_flags({**options, "workers": None})  # as given: each worker fills in the same defaults
     asked = _check(options)
     as_json, picture, view = options.pop("json"), options.pop("picture"), options.pop("view")
     find_record(options["record"], options["runs_dir"])  # report a mistake before torch is loaded
@@ -70,7 +71,6 @@ def run(options: dict[str, Any]) -> int:
         from paceline.training.after import Request, in_world
 
         options["workers"] = options["workers"] or _count_workers(options["backend"])
-        flags = to_flags({**options, "json": as_json, "picture": picture, "view": view})
         sets = tuple(options["sets"].split(","))
         request = Request(**{**{name: options[name] for name in _REQUEST}, "sets": sets})
         wish = Asked(**asked)

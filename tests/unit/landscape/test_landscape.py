@@ -220,7 +220,7 @@ def test_points_of_a_longer_run_are_not_mixed(trained: None, capsys: pytest.Capt
         (["x", "--reach", "0"], "--reach is 0: it must be a number above 0"),
         (["x", "--reach", "nan"], "--reach is nan"),
         (["x", "--samples", "-1"], "--samples is -1: it must be at least 0"),
-        (["x", "--sets", "tarin"], "unknown value for --sets 'tarin': did you mean train"),
+        (["x", "--sets", "tarin"], "unknown value for --sets 'tarin': did you mean 'train'?"),
         (["x", "--to", "x", "--workers", "1"], "have the same weights: no line joins them"),
         (["x", "--to", "b", "--workers", "1"], "are different models"),
         (["x", "--to", "y", "--shape", "line"], "--to and --shape line are both given"),
