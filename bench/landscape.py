@@ -2,7 +2,8 @@
 
     python bench/landscape.py [--device cuda] [--model wide_resnet] [--points 51] [--samples 1000] [--rounds 3]
 
-All three evaluate the same model on the same samples, at points of a square grid along two random, filter-normalized directions.
+All three evaluate the same model on the same samples, at points of a square grid along two random, filter-normalized
+directions.
 Paceline's seconds are those of the whole command, from opening the record to the written result, without starting Python. The
 other two get the model and the samples ready-made on the device (on the host for the loader), and only their points are timed:
 
@@ -17,6 +18,7 @@ The peer needs `pip install loss-landscapes`. The precision of ours is that of t
 import argparse
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +115,8 @@ def ready(record: str, samples: int, device: str) -> tuple[nn.Module, Tensor, Te
 
 def peer(model: nn.Module, inputs: Tensor, labels: Tensor, points: int) -> tuple[float, float]:
     """The seconds of loss-landscapes, and its lowest loss (its grid does not include the model itself)."""
-    import loss_landscapes
-    from loss_landscapes.metrics import Loss
-
-    metric = Loss(nn.functional.cross_entropy, inputs, labels)
+    loss_landscapes, metrics = map(import_module, ("loss_landscapes", "loss_landscapes.metrics"))
+    metric = metrics.Loss(nn.functional.cross_entropy, inputs, labels)
     loss_landscapes.random_plane(model, metric, 1, 2, normalization="filter", deepcopy_model=True)  # warm up
     begin = time.perf_counter()
     found = loss_landscapes.random_plane(model, metric, 1, points, normalization="filter", deepcopy_model=True)

@@ -24,8 +24,8 @@ ARMS = {"small": "128", "small-untuned": "128, lr 0.01", "large": "4096, sqrt, w
 """The four models of the question whether large batches find sharp minima: their arms in studies/gap.toml."""
 NETS = {f"resnet-{depth}{'' if skip else '-plain'}": (depth, skip) for depth in (20, 56) for skip in (True, False)}
 PATHS = {
-    "sgd": ("--optimizer", "sgd", "--momentum", "0", "--nesterov", "false", "--base-lr", "0.1"),
-    "momentum": ("--optimizer", "sgd", "--momentum", "0.9", "--nesterov", "false", "--base-lr", "0.02"),
+    "sgd": ("--optimizer", "sgd", "--momentum", "0", "--no-nesterov", "--base-lr", "0.1"),
+    "momentum": ("--optimizer", "sgd", "--momentum", "0.9", "--no-nesterov", "--base-lr", "0.02"),
     "novograd": ("--optimizer", "novograd", "--base-lr", "0.01", "--weight-decay", "0.001"),
 }
 """Three optimizers from the same start, for the plane of their paths."""
@@ -57,7 +57,7 @@ class Session:
         if (RUNS / name / "model.safetensors").exists():
             return
         small = ("--epochs", "1", "--max-steps", "6") if self.tiny else ()
-        shared = ("--flip", "false", "--precision", "fp32" if self.tiny else "bf16", "--checkpoint-every", "0")
+        shared = ("--no-flip", "--precision", "fp32" if self.tiny else "bf16", "--checkpoint-every", "0")
         model = "resnet:depth=8" + (",skip=false" if "skip=false" in model else "") if self.tiny else model
         self.run("train", self.task, "--name", name, "--model", model, *shared, *more, *small)
 
@@ -122,7 +122,7 @@ def skip(session: Session) -> None:
             RUNS / name / "landscape" / "plane-0.json",
             f"plane-{name}",
             command=f"paceline landscape {name} --points 51",
-            train=f"paceline train fashion-mnist --model {model} --epochs 10 --schedule cosine --base-lr 0.1 --flip false",
+            train=f"paceline train fashion-mnist --model {model} --epochs 10 --schedule cosine --base-lr 0.1 --no-flip",
             result=read_json(RUNS / name / "result.json")["metrics"],
         )
 
