@@ -1,6 +1,7 @@
 """--snapshots: which steps are kept, what is in a file, and what happens if one cannot be written or read."""
 
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from harness.training import ALONE, Trained, blobs, train_in
 from paceline.config import make_config
 from paceline.errors import RecordError, UsageError
 from paceline.training import snapshots
+from paceline.training.checkpoint import keeper
 from paceline.training.snapshots import Snapshots, list_snapshots, read_snapshot
 from paceline.training.task import Task
 
@@ -57,7 +59,7 @@ def failing(at: int) -> Task:
         (5, {}, [0, 4, 9, 13, 18]),
         (5, {"max_steps": 7}, [0, 1, 3, 5, 7]),
         (100, {"max_steps": 3}, [0, 1, 2, 3]),
-        (3, {"target_accuracy": 1e-9}, [0, 9]),
+        (4, {"target_accuracy": 1e-9}, [0, 6, 9]),
         (0, {}, []),
     ],
 )
@@ -117,6 +119,31 @@ def test_a_resumed_run_writes_what_is_missing_at_its_first_step(tmp_path: Path) 
         run(tmp_path, failing(8), checkpoint_every="6")
     (tmp_path / "snapshots" / "step-000000006.safetensors").unlink()
     run(tmp_path, checkpoint_every="6", resumes=True)
+    assert steps_in(tmp_path) == [0, 6, 12, 18]
+
+
+def test_a_checkpoint_waits_for_the_snapshots_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is resumed from it does not write them again."""
+    waited, wait, alive = threading.Event(), Snapshots.wait, []
+    make = snapshots.copy_then_write
+
+    def slow(*given: Any) -> Any:
+        waited.clear()
+        write = make(*given)
+        return lambda: (waited.wait(60), write())
+
+    def patient(self: Snapshots) -> None:
+        waited.set()
+        wait(self)
+
+    def save(*_: Any) -> None:
+        alive.append([thread.name for thread in threading.enumerate() if thread.name == "snapshots"])
+
+    monkeypatch.setattr(snapshots, "copy_then_write", slow)
+    monkeypatch.setattr(Snapshots, "wait", patient)
+    monkeypatch.setattr(keeper.Writer, "save", save)
+    run(tmp_path, checkpoint_every="6")
+    assert alive == [[], [], []]
     assert steps_in(tmp_path) == [0, 6, 12, 18]
 
 
