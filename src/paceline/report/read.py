@@ -65,7 +65,7 @@ def read_source(path: AnyPath, end: int | None = None) -> dict[str, Any]:
         "joins": [],
         "batch": "",
         "workers": "",
-        **dict.fromkeys(("where", "scale", "timeline", "study", "landscape")),
+        **dict.fromkeys(("where", "layers", "scale", "timeline", "study", "landscape")),
         "notes": [],
         "problems": [],
     }
@@ -125,6 +125,7 @@ def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
     source["notes"] = metrics.notes
     source["last"] = _last(metrics, result)
     source["where"] = _step_times(metrics.health)
+    source["layers"] = metrics.layers.view()
     if (path / "timeline.json").is_file():
         source["timeline"] = view_timeline(read_file(path / "timeline.json", problems), problems)
     if (path / "landscape.json").is_file():

@@ -40,7 +40,7 @@ class GradientNorms:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Take the norms of the reduced gradients; 0 where there is none."""
+        """Take the norms of the reduced gradients; 0 for a parameter without one."""
         if not (self.wanted or (self.values.is_cuda and torch.cuda.is_current_stream_capturing())):
             return
         grads = [parameter.grad for parameter in self._trained]

@@ -71,7 +71,7 @@ class Snapshots:
     def _write(self, write: Callable[[], None], step: int) -> None:
         try:
             assert self._folder is not None
-            self._folder.mkdir(exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             write()
         except Exception as error:  # any: training goes on
             with suppress(Exception):  # say() may print to a pipe without a reader
