@@ -11,7 +11,8 @@ from paceline.errors import RecordError, UsageError
 from paceline.landscape.drawable import as_label, read_line, read_surface
 from paceline.landscape.picture import draw, draw_many, draw_sharpness
 
-pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'paceline[pictures]'")
+# Imported before the tests, which may start no process: matplotlib asks fc-list for the fonts once per machine.
+pytest.importorskip("matplotlib.font_manager", reason="needs matplotlib: pip install 'paceline[pictures]'")
 
 
 @pytest.mark.parametrize(

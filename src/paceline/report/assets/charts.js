@@ -5,7 +5,7 @@
 
   // A card. Its figure is drawn at every redraw, its table when it is opened.
   // figure: (context) => ({ data, layout, keys, height }) for plotly; label: () => text for screen readers; rows: () => a table;
-  // tools: buttons in its header.
+  // tools: buttons in its header. A figure in 3-D has a `camera`: where it is seen from after "Reset zoom".
   function chart({ key, title, hint = "", wide, height = 290, figure, label, rows, tools = [] }) {
     return {
       key, sign: [title, hint, wide, tools.map((tool) => tool.sign)],
@@ -95,7 +95,7 @@
     plot.drawnFor = plot.clientWidth;
     const first = !plot.data;
     plot.home = Object.fromEntries(AXES.map((name) => [name, layout[name].range && [...layout[name].range]]));
-    plot.home.camera = layout.scene && layout.scene.camera;
+    plot.home.camera = made.camera;
     window.Plotly.react(
       plot, made.data, layout,
       { displayModeBar: false, responsive: false, doubleClick: "reset", scrollZoom: false, showTips: false },

@@ -100,7 +100,12 @@
       "button",
       {
         type: "button", "aria-pressed": String(set.name === name), "data-focus": `${key} set ${name}`,
-        onclick: () => { state.set.set(key, name); window.Paceline.redraw(); },
+        onclick: (event) => {
+          const { scene } = plotOf(event).layout;
+          if (solid && scene) state.solid.set(key, scene.camera);
+          state.set.set(key, name);
+          window.Paceline.redraw();
+        },
       },
       clip(name, 20),
     );
@@ -123,7 +128,7 @@
             "button",
             {
               type: "button", class: "button", "data-focus": `${key} view`,
-              onclick: () => { wish ? state.solid.delete(key) : state.solid.add(key); window.Paceline.redraw(); },
+              onclick: () => { wish ? state.solid.delete(key) : state.solid.set(key, null); window.Paceline.redraw(); },
             },
             wish && solid ? "Contours" : "3-D",
           ),
@@ -142,7 +147,7 @@
     ].filter(Boolean).join(" ");
     return chart({
       key, title: titleOf(found, source, sources), hint, wide, height: 460, tools: surfaceTools(key, found, set, solid),
-      figure: (plot) => (solid ? solidFigure : contourFigure)(found, set, plot),
+      figure: (plot) => (solid ? solidFigure(found, set, plot, state.solid.get(key)) : contourFigure(found, set, plot)),
       label: () => (
         `Chart: ${solid ? "surface" : "contours"} of the ${set.name} loss, from ${figure(low.loss)} to ${figure(high.loss)}. ${found.about}`
       ),

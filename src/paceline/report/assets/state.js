@@ -18,7 +18,7 @@ window.Paceline = { sections: {} };
     smooth: 0, // the weight of smoothing; 0: off
     share: false, // components of a step as shares, not as times
     all: new Set(), // the charts that also show far values
-    set: new Map(), solid: new Set(), // the set that a loss surface shows; the surfaces in 3-D
+    set: new Map(), solid: new Map(), // the set that a loss surface shows; the surfaces in 3-D, with their cameras
     listed: document.getElementById("board") !== null, // on the board, a list of all runs is above the page
   };
   const places = new Map(); // a run's id -> its place in the palette while it is shown

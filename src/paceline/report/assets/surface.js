@@ -181,8 +181,9 @@
 
   const smaller = (sizes) => (Array.isArray(sizes) ? sizes.map((size) => 0.55 * size) : 0.55 * sizes); // pixels are larger in 3-D
 
-  function solidFigure(found, set, context) {
-    const { look } = context, scale = scaleOf(set.loss.flat()), z = set.loss.map((row) => row.map(scale.at));
+  // camera: where the user has turned it, if anywhere.
+  function solidFigure(found, set, context, camera) {
+    const { look } = context, home = homeOf(look.narrow), scale = scaleOf(set.loss.flat()), z = set.loss.map((row) => row.map(scale.at));
     const lift = 0.025 * (scale.high - scale.low), [first, second] = axisTitles(found, true);
     const axis = (title, more = {}) => ({
       title: { text: title, font: { size: 12, color: look.soft } }, color: look.soft, gridcolor: look.line, zerolinecolor: look.line,
@@ -194,7 +195,7 @@
       ...(mark.marker ? { marker: { ...mark.marker, size: smaller(mark.marker.size) } } : {}),
     }));
     return {
-      height: Math.min(520, 0.75 * look.width + 50), width: 760, keys: keysOf(found, look),
+      height: Math.min(520, 0.75 * look.width + 50), width: 760, keys: keysOf(found, look), camera: home,
       data: [
         {
           type: "surface", uid: "surface", x: found.x, y: found.y, z, colorscale: "Viridis", cmin: scale.low, cmax: scale.high,
@@ -213,7 +214,7 @@
         uirevision: "solid", margin: { l: 0, r: 0, t: 0, b: 0 },
         scene: {
           xaxis: axis(first), yaxis: axis(second), zaxis: axis(scale.log ? "loss (log)" : "loss", ticksOf(fewer(scale))), dragmode: "turntable",
-          aspectmode: "manual", aspectratio: { x: 1, y: 1, z: 0.7 }, camera: homeOf(look.narrow), uirevision: "solid",
+          aspectmode: "manual", aspectratio: { x: 1, y: 1, z: 0.7 }, camera: camera || home, uirevision: "solid",
         },
       }),
     };
