@@ -7,7 +7,7 @@
   } = window.Paceline;
   const isSurface = ({ kind }) => kind === "plane" || kind === "path";
   const both = ({ kind, sets }) => !isSurface({ kind }) && sets.some((set) => set.accuracy);
-  const DASHES = { train: "solid", validation: "dash" }, OTHERS = ["dot", "dashdot", "longdash"];
+  const DASHES = new Map([["train", "solid"], ["validation", "dash"]]), OTHERS = ["dot", "dashdot", "longdash"];
 
   // The models on a line, [[x, name]].
   const modelsOf = ({ kind, ends }) => (
@@ -15,25 +15,26 @@
   );
 
   function lineFigure(found, measure, source, context) {
-    const { look } = context, { color } = lineStyle(colorPlace(source.id), look.theme), sets = found.sets.filter((set) => set[measure]);
+    const { look } = context, { color } = lineStyle(colorPlace(source.id), look.theme);
+    const sets = found.sets.filter((set) => set[measure]);
+    const dash = ({ name }, place) => DASHES.get(name) || (place ? OTHERS[place % OTHERS.length] : "solid");
     const { log, ticks } = measure === "loss" ? scaleOf(sets.flatMap((set) => set.loss)) : { log: false };
     const data = sets.map((set, place) => ({
-      type: "scatter", mode: found.x.length < 3 ? "lines+markers" : "lines", name: safe(set.name), uid: uid(measure, set.name), x: found.x,
-      y: set[measure], connectgaps: false,
-      line: { color, width: set.name === "train" ? 2 : 1.8, dash: DASHES[set.name] || (place ? OTHERS[place % OTHERS.length] : "solid") },
+      type: "scatter", mode: found.x.length < 3 ? "lines+markers" : "lines", name: safe(set.name), uid: uid(measure, set.name),
+      x: found.x, y: set[measure], connectgaps: false,
+      line: { color, width: set.name === "train" ? 2 : 1.8, dash: dash(set, place) },
       hovertemplate: `${safe(clip(set.name, 20))}: %{y:,.5~g}<extra></extra>`,
     }));
     const models = modelsOf(found).filter(([x]) => x >= found.x[0] && x <= found.x.at(-1)), wide = found.x.at(-1) - found.x[0];
-    const shapes = models.map(([x]) => (
-      { type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, layer: "below", line: { color: look.soft, width: 1.2, dash: "dot" } }
-    ));
+    const upright = { type: "line", yref: "paper", y0: 0, y1: 1, layer: "below" };
+    const shapes = models.map(([x]) => ({ ...upright, x0: x, x1: x, line: { color: look.soft, width: 1.2, dash: "dot" } }));
     const annotations = models.map(([x, name]) => ({
       x, y: 1, yref: "paper", yanchor: "bottom", showarrow: false, text: safe(clip(name, look.narrow ? 16 : 28)),
       font: { size: 12, color: look.ink }, // beside the line where there is no room on one side
       xanchor: x - found.x[0] < 0.15 * wide ? "left" : found.x.at(-1) - x < 0.15 * wide ? "right" : "center",
     }));
     return {
-      data, keys: data.map(({ name, line }, place) => ({ name: sets[place].name, color, mark: line.dash === "solid" ? "line" : "dash" })),
+      data, keys: sets.map((set, place) => ({ name: set.name, color, mark: dash(set, place) === "solid" ? "line" : "dash" })),
       layout: layout(look, {
         hovermode: "x unified", shapes, annotations, uirevision: `${measure} ${log}`, margin: { l: 48, r: 14, t: 24, b: 40 },
         xaxis: {
@@ -47,12 +48,15 @@
     };
   }
 
+  const number = (value) => (isNumber(value) ? figure(value) : "–");
+
   function lineRows(found) {
-    const names = found.sets.flatMap((set) => ["loss", "accuracy"].filter((measure) => set[measure]).map((measure) => [set, measure]));
+    const columns = found.sets.flatMap((set) => ["loss", "accuracy"].filter((measure) => set[measure])
+      .map((measure) => [`${set.name} ${measure}`, set[measure]]));
     const every = Math.ceil(found.x.length / 200);
     return {
-      head: ["x", ...names.map(([set, measure]) => `${set.name} ${measure}`)], numbers: 0,
-      rows: found.x.map((x, index) => [plain(x), ...names.map(([set, measure]) => (isNumber(set[measure][index]) ? figure(set[measure][index]) : "–"))])
+      head: ["x", ...columns.map(([name]) => name)], numbers: 0,
+      rows: found.x.map((x, index) => [plain(x), ...columns.map(([, values]) => number(values[index]))])
         .filter((_, index) => index % every === 0),
     };
   }
@@ -70,7 +74,7 @@
   }
 
   function surfaceRows(found) {
-    const line = (what, { loss, x, y }) => [what, plain(+x.toPrecision(4)), plain(+y.toPrecision(4)), isNumber(loss) ? figure(loss) : "–"];
+    const line = (what, { loss, x, y }) => [what, plain(+x.toPrecision(4)), plain(+y.toPrecision(4)), number(loss)];
     const rows = found.sets.flatMap((set) => extremes(found, set)
       .map((point, place) => line(`${place ? "highest" : "lowest"} ${set.name} loss that is drawn`, point)));
     for (const path of found.paths) {
@@ -87,10 +91,12 @@
     const names = found.paths.map((path) => clip(path.name, 40)).filter(Boolean);
     const title = {
       line: "Along a line", plane: "Around the model", between: `Between ${listed(found.ends) || "two models"}`,
-      path: names.length > 3 ? `Paths of ${names.length} runs` : names.length > 1 ? `Paths of ${listed(names)}` : "Path of the run",
+      path: names.length > 3
+        ? `Paths of ${names.length} runs` : names.length > 1 ? `Paths of ${listed(names)}` : "Path of the run",
     }[found.kind];
-    const more = source.landscapes.filter((each) => each.kind === found.kind).length > 1 && found.kind !== "between" ? ` (${found.name})` : "";
-    return `${sources.length > 1 ? `${source.name}: ` : ""}${sources.length > 1 ? title[0].toLowerCase() + title.slice(1) : title}${more}`;
+    const alike = source.landscapes.filter((each) => each.kind === found.kind).length;
+    const whole = alike > 1 && found.kind !== "between" ? `${title} (${found.name})` : title;
+    return sources.length > 1 ? `${source.name}: ${whole[0].toLowerCase()}${whole.slice(1)}` : whole;
   }
 
   // The buttons of a surface: which set, contours or 3-D, and to turn it.
@@ -111,7 +117,10 @@
     );
     const turned = (degrees, sign, words) => node(
       "button",
-      { type: "button", class: "button", "aria-label": words, title: words, "data-focus": `${key} ${words}`, onclick: (event) => turn(plotOf(event), degrees) },
+      {
+        type: "button", class: "button", "aria-label": words, title: words, "data-focus": `${key} ${words}`,
+        onclick: (event) => turn(plotOf(event), degrees),
+      },
       sign,
     );
     const sets = found.sets.map(({ name }) => name), wish = state.solid.has(key);
@@ -123,7 +132,7 @@
       {
         sign: [wish, solid],
         make: () => node(
-          "span", { class: "tools" }, solid ? turned(-15, "↺", "Turn left") : null, solid ? turned(15, "↻", "Turn right") : null,
+          "span", { class: "tools" }, ...(solid ? [turned(-15, "↺", "Turn left"), turned(15, "↻", "Turn right")] : []),
           node(
             "button",
             {
@@ -142,14 +151,15 @@
     const set = found.sets.find(({ name }) => name === state.set.get(key)) || found.sets[0], [low, high] = extremes(found, set);
     const gaps = set.loss.some((row) => row.some((loss) => !isNumber(loss)));
     const hint = [
-      state.solid.has(key) && !solid ? "This browser has no WebGL, which 3-D needs: the contours show the same." : "", found.about,
-      gaps ? "Gaps: the loss is not finite." : "", found.thinned ? "Not all points are drawn." : "",
+      state.solid.has(key) && !solid ? "This browser has no WebGL, which 3-D needs: the contours show the same." : "",
+      found.about, gaps ? "Gaps: the loss is not finite." : "", found.thinned ? "Not all points are drawn." : "",
     ].filter(Boolean).join(" ");
     return chart({
       key, title: titleOf(found, source, sources), hint, wide, height: 460, tools: surfaceTools(key, found, set, solid),
       figure: (plot) => (solid ? solidFigure(found, set, plot, state.solid.get(key)) : contourFigure(found, set, plot)),
       label: () => (
-        `Chart: ${solid ? "surface" : "contours"} of the ${set.name} loss, from ${figure(low.loss)} to ${figure(high.loss)}. ${found.about}`
+        `Chart: ${solid ? "surface" : "contours"} of the ${set.name} loss, from ${figure(low.loss)} to ${figure(high.loss)}. `
+        + found.about
       ),
       rows: () => surfaceRows(found),
     });
@@ -168,10 +178,11 @@
   }
 
   function landscape(sources) {
-    const rank = (found) => (both(found) ? 0 : isSurface(found) ? 2 : 1);
+    const rank = (found) => (both(found) ? 0 : ["plane", "path"].indexOf(found.kind) + 2); // planes of several runs side by side
     const all = visible(sources).flatMap((source) => (source.landscapes || []).map((found) => ({ source, found })))
       .sort((a, b) => rank(a.found) - rank(b.found));
-    const single = all.filter(({ found }) => !both(found)), last = single.length % 2 ? single.at(-1) : null; // it has a row to itself
+    const single = all.filter(({ found }) => !both(found));
+    const last = single.length % 2 ? single.at(-1) : null; // it has a row to itself
     const items = all.flatMap((each) => {
       const { source, found } = each, wide = each === last;
       if (isSurface(found)) return [surfaceCard(found, source, sources, wide)];
@@ -187,7 +198,8 @@
     make: () => node(
       "details", { class: "wide" }, node("summary", { "data-focus": "landscape measured" }, "How these were measured"),
       node("ul", { class: "list" }, ...all.map(({ source, found }) => node(
-        "li", {}, node("strong", {}, sources.length > 1 ? `${source.name}, ${found.name}` : found.name), `: ${found.facts.join(", ")}`,
+        "li", {}, node("strong", {}, sources.length > 1 ? `${source.name}, ${found.name}` : found.name),
+        `: ${found.facts.join(", ")}`,
       ))),
     ),
   });

@@ -1,7 +1,9 @@
 // Sharpness: how fast the loss rises around the model, in one table for all runs, and the spectrum of its curvature.
 "use strict";
 (() => {
-  const { visible, lineStyle, colorPlace, safe, uid, clip, isNumber, commas, plain, figure, node, table, chart, layout } = window.Paceline;
+  const {
+    visible, lineStyle, colorPlace, safe, uid, clip, isNumber, commas, plain, figure, node, table, chart, layout,
+  } = window.Paceline;
   const FLOOR = 1e-6; // of the largest density: what is below is rounding
 
   const value = (number) => (isNumber(number) ? plain(+number.toPrecision(4)) : "–");
@@ -22,13 +24,18 @@
         : `largest rise of the loss within a box around the weights, of about ε times their size, in % of 1 + loss`,
       (found) => value((boxes(found).get(id) || {}).sharpness),
     ]);
-    const trace = ({ trace, trace_error: error }) => (isNumber(error) ? `${value(trace)} ± ${plain(+error.toPrecision(2))}` : value(trace));
+    const trace = ({ trace, trace_error: error }) => (
+      isNumber(error) ? `${value(trace)} ± ${plain(+error.toPrecision(2))}` : value(trace)
+    );
     return [
       ["loss", "at the model, on the samples below", ({ loss }) => (isNumber(loss) ? figure(loss) : "–")],
-      ["largest eigenvalue", "curvature in the steepest direction: plain gradient descent is stable below a learning rate of 2 / this", ({ top }) => value(top[0])],
+      [
+        "largest eigenvalue", "curvature in the steepest direction: plain gradient descent is stable at learning rates below 2 / this",
+        ({ top }) => value(top[0]),
+      ],
       ["trace", "sum of all curvatures, with its standard error", trace],
-      ...rises("SAM's rise", "sam", "rise of the loss after a step of length ρ along its gradient"),
-      ...rises("adaptive rise", "adaptive", "the same with steps in proportion to the size of each weight: scaling a layer does not change it"),
+      ...rises("SAM's rise", "sam", "rise of the loss after a step of length ρ along the gradient"),
+      ...rises("adaptive rise", "adaptive", "the same with steps in proportion to each weight: scaling a layer does not change it"),
       ...keskar, ["samples", "the loss is a mean over them", ({ samples }) => (isNumber(samples) ? commas(samples) : "–")],
     ].filter(([, , text]) => all.some((found) => text(found) !== "–"));
   }
@@ -39,7 +46,8 @@
       key: "sharpness", sign: [shown.map((source) => [source.id, source.name, source.sharpness]), sources.length],
       make: () => {
         const box = table({
-          head: ["measure", ...shown.map((source) => (sources.length > 1 ? source.name : "value")), "what it means"], numbers: 1,
+          head: ["measure", ...shown.map((source) => (sources.length > 1 ? source.name : "value")), "what it means"],
+          numbers: 1,
           rows: rows.map(([name, meaning, text]) => [name, ...shown.map((source) => text(source.sharpness)), meaning]),
           caption: "The smaller, the flatter. Compare only runs of the same model on the same samples.",
         });
@@ -58,23 +66,24 @@
       const { density, top } = source.sharpness, { color, dash } = lineStyle(colorPlace(source.id), look.theme);
       const name = sources.length > 1 ? clip(source.name, 30) : "";
       data.push({
-        type: "scatter", mode: "lines", uid: uid("density", source.id), x: density.x, y: density.y.map((y) => Math.max(y, floor / 10)),
-        line: { color, width: 1.8, dash }, hovertemplate: `${safe(name)}${name ? ": " : ""}density %{y:.3~g} at %{x:.4~g}<extra></extra>`,
+        type: "scatter", mode: "lines", uid: uid("density", source.id), x: density.x,
+        y: density.y.map((y) => Math.max(y, floor / 10)), line: { color, width: 1.8, dash },
+        hovertemplate: `${safe(name)}${name ? ": " : ""}density %{y:.3~g} at %{x:.4~g}<extra></extra>`,
       });
       data.push({
         type: "scatter", mode: "markers", uid: uid("top", source.id), x: top, y: top.map(() => floor * 1.6), cliponaxis: false,
         marker: { symbol: "triangle-up", size: 11, color, line: { width: 1, color: look.card } },
         hovertemplate: `${safe(name)}${name ? ": " : ""}eigenvalue %{x:.5~g}<extra></extra>`,
       });
-      shapes.push(...top.map((x) => (
-        { type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, layer: "below", line: { color, width: 1, dash: "dot" }, opacity: 0.6 }
-      )));
+      const upright = { type: "line", yref: "paper", y0: 0, y1: 1, layer: "below", opacity: 0.6 };
+      shapes.push(...top.map((x) => ({ ...upright, x0: x, x1: x, line: { color, width: 1, dash: "dot" } })));
       if (name) keys.push({ name, color, mark: dash === "solid" ? "line" : "dash" });
     }
     return {
       data, keys: [...keys, { name: "largest eigenvalues", color: look.soft, mark: "tick" }],
       layout: layout(look, {
-        hovermode: "closest", shapes, uirevision: "density", xaxis: { title: { text: "curvature (eigenvalue of the Hessian)" }, nticks: look.narrow ? 5 : 10 },
+        hovermode: "closest", shapes, uirevision: "density",
+        xaxis: { title: { text: "curvature (eigenvalue of the Hessian)" }, nticks: look.narrow ? 5 : 10 },
         yaxis: { type: "log", title: { text: "density" }, range: [Math.log10(floor), Math.log10(most * 2)], nticks: 7 },
       }),
     };
@@ -89,12 +98,14 @@
     const counts = [...new Set(dense.map((source) => source.sharpness.vectors).filter(isNumber))];
     return [summary(shown, sources), ...(dense.length ? [chart({
       key: "density", title: "Spectrum of the curvature", wide: true, height: 300,
-      hint: counts.length === 1 ? `estimated from ${commas(counts[0])} random vector${counts[0] === 1 ? "" : "s"}` : "an estimate",
+      hint: counts.length === 1
+        ? `estimated from ${commas(counts[0])} random vector${counts[0] === 1 ? "" : "s"}` : "an estimate",
       figure: (plot) => densityFigure(dense, sources, plot),
       label: () => `Chart: density of the Hessian's eigenvalues. ${dense.slice(0, 6).map(top).join("; ")}.`,
       rows: () => ({
         head: ["run", "eigenvalue", "density"], numbers: 1,
-        rows: dense.flatMap(({ name, sharpness: { density } }) => density.x.map((x, index) => [name, plain(x), plain(density.y[index])])
+        rows: dense.flatMap(({ name, sharpness: { density } }) => density.x
+          .map((x, index) => [name, plain(x), plain(density.y[index])])
           .filter((_, index) => index % Math.ceil(density.x.length / 200) === 0)),
       }),
     })] : [])];

@@ -26,7 +26,8 @@
     const log = least > 0 && most / least > 30, at = (value) => (isNumber(value) ? (log ? Math.log10(value) : value) : null);
     const low = at(least), high = at(most) > low ? at(most) : low + 1;
     const size = (high - low) / 18; // a contour at the lowest or the highest loss itself would confuse plotly's filling
-    return { log, at, low, high, levels: { start: low + size / 2, end: high - size / 2, size }, ticks: log ? logTicks(least, most) : undefined };
+    const levels = { start: low + size / 2, end: high - size / 2, size };
+    return { log, at, low, high, levels, ticks: log ? logTicks(least, most) : undefined };
   }
 
   // At most eight round losses between two.
@@ -44,7 +45,9 @@
 
   const ticksOf = ({ ticks, at }) => (ticks ? { tickvals: ticks.map(at), ticktext: ticks.map(plain) } : {});
 
-  const fewer = ({ ticks, ...scale }) => ({ ...scale, ticks: ticks && ticks.filter((_, place) => ticks.length < 5 || place % 2 === 0) });
+  const fewer = ({ ticks, ...scale }) => (
+    { ...scale, ticks: ticks && ticks.filter((_, place) => ticks.length < 5 || place % 2 === 0) }
+  );
 
   // The height of the surface at a point, between its four neighbors; null outside, and beside a gap.
   function heightAt({ x, y }, z, px, py) {
@@ -93,12 +96,13 @@
     ].filter(Boolean).join("<br>");
   }));
 
-  // The marks on a surface: [{uid, points: [[x, y]], line, marker, hover}]. A wider line in the card's color is below each path.
+  // The marks on a surface: [{uid, points: [[x, y]], line, marker, hover}]. Below each path is a wider line in the card's color.
   // In 3-D (`solid`) there are no such lines, and markers have no edges.
   function marksOf(found, look, solid) {
     if (found.kind !== "path") {
       const marker = { size: 13, symbol: "circle", color: "#ffffff", line: { width: 3, color: "#1a1e26" } };
-      return [{ uid: "model", points: [[0, 0]], marker, hover: ["the model"] }];
+      const inside = [found.x, found.y].every((side) => side[0] <= 0 && side.at(-1) >= 0);
+      return inside ? [{ uid: "model", points: [[0, 0]], marker, hover: ["the model"] }] : [];
     }
     return found.paths.flatMap((path, place) => {
       const { color } = lineStyle(place, look.theme), ids = (name) => uid(name, `${place}`), last = path.x.length - 1;
@@ -126,14 +130,17 @@
   const keysOf = (found, look) => (
     found.kind === "path"
       ? [
-        ...found.paths.map((path, place) => ({ name: path.name || "the run", color: lineStyle(place, look.theme).color, mark: "line" })),
+        ...found.paths.map((path, place) => (
+          { name: path.name || "the run", color: lineStyle(place, look.theme).color, mark: "line" }
+        )),
         { name: "start", color: look.ink, mark: "ring" }, { name: "end", color: look.ink, mark: "box" },
       ]
       : [{ name: "the model", color: look.ink, mark: "ring" }]
   );
 
   const traceOf = ({ uid, points, line, marker, hover }, more) => ({
-    uid, x: points.map(([x]) => x), y: points.map(([, y]) => y), ...(line ? { mode: "lines", line } : { mode: "markers", marker }),
+    uid, x: points.map(([x]) => x), y: points.map(([, y]) => y),
+    ...(line ? { mode: "lines", line } : { mode: "markers", marker }),
     ...(hover ? { text: hover, hoverinfo: "text" } : { hoverinfo: "skip" }), ...more,
   });
 
@@ -163,8 +170,8 @@
       height: Math.min(520, 0.8 * look.width + 60), width: 680, keys: keysOf(found, look),
       data: [
         {
-          type: "contour", uid: "contour", x: found.x, y: found.y, z: set.loss.map((row) => row.map(scale.at)), colorscale: "Viridis",
-          zmin: scale.low, zmax: scale.high, autocontour: false, connectgaps: false,
+          type: "contour", uid: "contour", x: found.x, y: found.y, z: set.loss.map((row) => row.map(scale.at)),
+          colorscale: "Viridis", zmin: scale.low, zmax: scale.high, autocontour: false, connectgaps: false,
           contours: scale.levels,
           line: { width: 0.5, color: "rgba(255,255,255,.35)" }, colorbar: barOf(scale, look), text: pointWords(found, set),
           hoverinfo: "text",
@@ -179,19 +186,21 @@
     };
   }
 
-  const smaller = (sizes) => (Array.isArray(sizes) ? sizes.map((size) => 0.55 * size) : 0.55 * sizes); // pixels are larger in 3-D
+  // Sizes are larger in 3-D.
+  const smaller = (sizes) => (Array.isArray(sizes) ? sizes.map((size) => 0.55 * size) : 0.55 * sizes);
 
   // camera: where the user has turned it, if anywhere.
   function solidFigure(found, set, context, camera) {
-    const { look } = context, home = homeOf(look.narrow), scale = scaleOf(set.loss.flat()), z = set.loss.map((row) => row.map(scale.at));
+    const { look } = context, home = homeOf(look.narrow), scale = scaleOf(set.loss.flat());
+    const z = set.loss.map((row) => row.map(scale.at)), above = (height) => (height === null ? null : height + lift);
     const lift = 0.025 * (scale.high - scale.low), [first, second] = axisTitles(found, true);
     const axis = (title, more = {}) => ({
-      title: { text: title, font: { size: 12, color: look.soft } }, color: look.soft, gridcolor: look.line, zerolinecolor: look.line,
-      showbackground: false, showspikes: false, nticks: 6, tickfont: { size: 11 }, ...more,
+      title: { text: title, font: { size: 12, color: look.soft } }, color: look.soft, gridcolor: look.line,
+      zerolinecolor: look.line, showbackground: false, showspikes: false, nticks: 6, tickfont: { size: 11 }, ...more,
     });
     const marks = marksOf(found, look, true).map((mark) => traceOf(mark, {
       type: "scatter3d",
-      z: mark.points.map(([x, y]) => { const height = heightAt(found, z, x, y); return height === null ? null : height + lift; }),
+      z: mark.points.map(([x, y]) => above(heightAt(found, z, x, y))),
       ...(mark.marker ? { marker: { ...mark.marker, size: smaller(mark.marker.size) } } : {}),
     }));
     return {
@@ -199,7 +208,8 @@
       data: [
         {
           type: "surface", uid: "surface", x: found.x, y: found.y, z, colorscale: "Viridis", cmin: scale.low, cmax: scale.high,
-          connectgaps: false, showscale: !look.narrow, colorbar: { ...barOf(scale, look), len: 0.75 }, text: pointWords(found, set), hoverinfo: "text",
+          connectgaps: false, showscale: !look.narrow, colorbar: { ...barOf(scale, look), len: 0.75 },
+          text: pointWords(found, set), hoverinfo: "text",
           lighting: { ambient: 0.75, diffuse: 0.5, specular: 0.08, roughness: 0.9 },
           contours: {
             z: {
@@ -213,7 +223,8 @@
       layout: layout(look, {
         uirevision: "solid", margin: { l: 0, r: 0, t: 0, b: 0 },
         scene: {
-          xaxis: axis(first), yaxis: axis(second), zaxis: axis(scale.log ? "loss (log)" : "loss", ticksOf(fewer(scale))), dragmode: "turntable",
+          xaxis: axis(first), yaxis: axis(second), zaxis: axis(scale.log ? "loss (log)" : "loss", ticksOf(fewer(scale))),
+          dragmode: "turntable",
           aspectmode: "manual", aspectratio: { x: 1, y: 1, z: 0.7 }, camera: camera || home, uirevision: "solid",
         },
       }),
@@ -225,7 +236,8 @@
     const scene = plot.layout && plot.layout.scene;
     if (!scene) return;
     const { eye, ...rest } = scene.camera, angle = (degrees * Math.PI) / 180, [c, s] = [Math.cos(angle), Math.sin(angle)];
-    window.Plotly.relayout(plot, { "scene.camera": { ...rest, eye: { x: c * eye.x - s * eye.y, y: s * eye.x + c * eye.y, z: eye.z } } });
+    const turned = { x: c * eye.x - s * eye.y, y: s * eye.x + c * eye.y, z: eye.z };
+    window.Plotly.relayout(plot, { "scene.camera": { ...rest, eye: turned } });
   }
 
   Object.assign(window.Paceline, { hasWebGL, scaleOf, contourFigure, solidFigure, turn });
