@@ -159,7 +159,7 @@ class Live:
             source = await aside(_read_source, path, browser.name_of(id), followed.end) | {"id": id}
             followed.read_s = time.monotonic() - begin
             followed.head = {
-                name: value for name, value in source.items() if name not in ("series", "layers", "timeline", "landscape")
+                name: value for name, value in source.items() if name not in ("series", "layers", "timeline", "landscapes")
             }
         return _event("source", {"id": id, "headline": browser.headline(), "source": source})
 

@@ -18,6 +18,7 @@ from paceline.output import plural
 from paceline.phases import batch_words
 from paceline.records import unit_of
 from paceline.report.confined import AnyPath
+from paceline.report.landscapes import view_landscapes, view_sharpness
 from paceline.report.series import (
     Columns,
     Metrics,
@@ -30,9 +31,9 @@ from paceline.report.series import (
     text,
     thin,
 )
-from paceline.report.sources import STUDY_FILES, folder_of, is_running, kind_of, read_file, read_object, status_of
+from paceline.report.sources import SHARPNESS, STUDY_FILES, folder_of, is_running, kind_of, read_file, read_object, status_of
 from paceline.report.summary import summarize, tone
-from paceline.report.tables import order_components, view_landscape, view_scale, view_study
+from paceline.report.tables import order_components, view_scale, view_study
 from paceline.report.timeline import view_timeline
 from paceline.status import Status
 from paceline.study.results import check_results
@@ -65,7 +66,8 @@ def read_source(path: AnyPath, end: int | None = None) -> dict[str, Any]:
         "joins": [],
         "batch": "",
         "workers": "",
-        **dict.fromkeys(("where", "layers", "scale", "timeline", "study", "landscape")),
+        "landscapes": [],
+        **dict.fromkeys(("where", "layers", "scale", "timeline", "study", "sharpness")),
         "notes": [],
         "problems": [],
     }
@@ -128,8 +130,9 @@ def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
     source["layers"] = metrics.layers.view()
     if (path / "timeline.json").is_file():
         source["timeline"] = view_timeline(read_file(path / "timeline.json", problems), problems)
-    if (path / "landscape.json").is_file():
-        source["landscape"] = view_landscape(read_file(path / "landscape.json", problems), problems)
+    source["landscapes"] = view_landscapes(path, problems)
+    if (path / SHARPNESS).is_file() and (found := read_object(path / SHARPNESS, problems)):
+        source["sharpness"] = view_sharpness(found, problems)
 
 
 def _fill_growth(source: dict[str, Any], metrics: Metrics, facts: Mapping[str, Any], steps: float | None) -> None:

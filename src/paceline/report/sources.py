@@ -18,13 +18,18 @@ from paceline.status import Status
 STUDY_FILES = ("study.json", "results.json")
 """The files that may hold a study's results."""
 
+LANDSCAPES = "landscape"
+"""The folder in a record that holds its loss surfaces."""
+
+SHARPNESS = "sharpness.json"
+
 _OF_A_RECORD = (
     "metrics.jsonl",
     "environment.json",
     "result.json",
     "config.toml",
     "timeline.json",
-    "landscape.json",
+    SHARPNESS,
     "course.csv",
 )
 
@@ -86,6 +91,8 @@ def changed_at(path: AnyPath) -> str | None:
 
 def folder_of(path: AnyPath) -> AnyPath:
     """The record that a file belongs to; the path itself if it belongs to none."""
+    if path.parent.name == LANDSCAPES and path.name.endswith(".json") and kind_of(path.parent.parent) == "train":
+        return path.parent.parent
     return path.parent if path.name in (*_OF_A_RECORD, "scale.json", *STUDY_FILES) and path.is_file() else path
 
 
