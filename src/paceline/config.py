@@ -89,7 +89,10 @@ class Config(RemembersGiven):
     set: Settings = _data(Settings(), Role.MODEL, Role.COMMON, metavar="KEY=VALUE")  # noqa: RUF009 (it cannot change)
     """A value for a parameter of task() in your task file, such as --set width=64; repeatable."""
     train_samples: int = _data(0, Role.MODEL, Role.STATE, at_least=0)
-    """Train on the first N samples only (0: all)."""
+    """Train on N samples only (0: all)."""
+    subset: Literal["first", "random"] = _data("first", Role.MODEL, Role.STATE)
+    """Which samples --train-samples takes: the first ones, or random ones that follow from --seed, in proportion to their labels
+    if these are known. A smaller random subset is part of every larger one."""
     pixels: Literal["standard", "unit"] = _data("standard", Role.MODEL, Role.IMAGES)
     """Scale pixels to mean 0 and standard deviation 1 (standard) or to [0, 1] (unit)."""
     crop: int = _data(0, Role.MODEL, Role.IMAGES, Role.AUGMENT, at_least=0)
