@@ -139,8 +139,8 @@ def drop_near_chance(points: Sequence[Point], chance: float | None) -> dict[int,
     """The smallest sizes that are still near chance, where the curve is flat and no power law yet: size -> why.
 
     They are near chance if their error is at least 80% of chance, or if the error falls less than half as fast from there to the
-    next size as it does later, and by less than that by more than the spread of the seeds. A power law plus a constant falls
-    fastest at its beginning, in logarithms.
+    next size as it does later, and the difference is more than three standard errors. A power law plus a constant falls fastest
+    at its beginning, in logarithms.
     """
     points = sorted((point for point in points if point.mean > 0), key=lambda point: point.samples)
     found: dict[int, str] = {}
@@ -158,7 +158,7 @@ def drop_near_chance(points: Sequence[Point], chance: float | None) -> dict[int,
     steepest = int(np.argmin(slopes[: len(points) - LEAST_SIZES + 1]))
     for place in reversed(range(steepest)):
         gap = slopes[place] - slopes[steepest]
-        if slopes[place] > slopes[steepest] / 2 and gap > 2 * np.hypot(errors[place], errors[steepest]):
+        if slopes[place] > slopes[steepest] / 2 and gap > 3 * np.hypot(errors[place], errors[steepest]):
             why = "the error falls less than half as fast there as at the next sizes"
             return found | {point.samples: why for point in points[: place + 1]}
     return found
@@ -181,7 +181,7 @@ def _fit_rows(m: Array, rows: Array, weights: Array) -> Array:
     each = np.arange(len(rows))
     for _ in range(3):
         x = np.exp(grid[:, :, None] * (log_m - center))
-        a, c, squares = _best_pairs(x, rows[:, None], weights)
+        a, c, squares = _best_pairs(x, rows, weights)
         best = np.argmin(squares, axis=1)
         b, step = grid[each, best], grid[0, 1] - grid[0, 0]
         a, c = a[each, best], c[each, best]
@@ -190,15 +190,17 @@ def _fit_rows(m: Array, rows: Array, weights: Array) -> Array:
 
 
 def _best_pairs(x: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
-    """The a >= 0 and c >= 0 with the least weighted squares of y - a x - c along the last axis, and those squares."""
-    s, sx, sy = weights.sum(), (weights * x).sum(-1), (weights * y).sum(-1)
-    sxx, sxy = (weights * x * x).sum(-1), (weights * x * y).sum(-1)
+    """For rows of errors and grids of x: the a >= 0 and c >= 0 with the least weighted squares of y - a x - c, and those squares.
+
+    The squares are summed from the same five moments as a and c, which takes a third of the time.
+    """
+    s, sx, sxx = weights.sum(), x @ weights, (x * x) @ weights
+    sy, sxy, syy = (y @ weights)[:, None], (x @ (weights * y)[:, :, None])[..., 0], ((y * y) @ weights)[:, None]
     a = (s * sxy - sx * sy) / (s * sxx - sx * sx)
-    c = (sy - a * sx) / s
-    a = np.where(c < 0, sxy / sxx, a)
-    c = np.where(a < 0, sy / s, np.maximum(c, 0))
+    a = np.where(a * sx > sy, sxy / sxx, a)  # c would be negative
+    c = np.where(a < 0, sy / s, np.maximum((sy - a * sx) / s, 0))
     a = np.maximum(a, 0)
-    return a, c, (weights * (y - a[..., None] * x - c[..., None]) ** 2).sum(-1)
+    return a, c, syy - 2 * (a * sxy + c * sy) + a * a * sxx + 2 * a * c * sx + s * c * c
 
 
 def _curve(row: Array, m: Array) -> Array:

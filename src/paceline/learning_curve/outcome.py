@@ -41,24 +41,13 @@ def make_outcome(
         "chance": chance,
         "sizes": rows,
     }
-    try:
-        made = fit(kept)
-    except NoFitError as error:
-        return found | {"fit": None, "why": str(error), "check": None, "predictions": [], "target": None}
-    first, last, seeds = kept[0].samples, kept[-1].samples, found["seeds"]
-    return found | {
-        "fit": _describe(made, first, last * max(_TIMES)),
-        "why": "",
-        "check": _check(kept),
-        "predictions": [{"samples": n * last, **_interval(made.predict(n * last, seeds))} for n in _TIMES],
-        "target": {"error": target, **_interval(made.needed(target))} if target else None,
-    }
+    found |= _fit(kept, found["seeds"], target)
+    return found | {"said": _say(found)}
 
 
 def words(found: Mapping[str, Any]) -> str:
     """The table, the fit, the check and the predictions, for a terminal or a pipe."""
-    metric, rows = found["metric"], found["sizes"]
-    heads = ["samples", f"{metric}, mean ± sd (n)", "epochs", "steps", "batch", "failed"]
+    heads = ["samples", f"{found['metric']}, mean ± sd (n)", "epochs", "steps", "batch", "failed"]
     cells = [
         [
             f"{row['samples']:,}",
@@ -66,14 +55,24 @@ def words(found: Mapping[str, Any]) -> str:
             *("-" if row[name] is None else f"{row[name]:,}" for name in ("epochs", "steps", "batch")),
             str(row["failed"]),
         ]
-        for row in rows
+        for row in found["sizes"]
     ]
-    how = "1 - accuracy" if metric == "error" else "the validation loss"
-    lines = [make_table(heads, cells, left=1), "", f"{metric}: {how}, of each run's best epoch"]
-    lines += [f"left out of the fit: {row['samples']:,} samples: {row['dropped']}" for row in rows if row["dropped"]]
-    if found["fit"] is None:
-        return "\n".join([*lines, f"no fit: {found['why']}"])
-    return "\n".join([*lines, *_fit_words(found["fit"], metric), *_check_words(found["check"]), *_predicted(found)])
+    return "\n\n".join([make_table(heads, cells), *("\n".join(lines) for lines in found["said"].values() if lines)])
+
+
+def _fit(kept: Sequence[Point], seeds: int, target: float | None) -> dict[str, Any]:
+    try:
+        made = fit(kept)
+    except NoFitError as error:
+        return {"fit": None, "why": str(error), "check": None, "predictions": [], "target": None}
+    first, last = kept[0].samples, kept[-1].samples
+    return {
+        "fit": _describe(made, first, last * max(_TIMES)),
+        "why": "",
+        "check": _check(kept),
+        "predictions": [{"samples": n * last, **_interval(made.predict(n * last, seeds))} for n in _TIMES],
+        "target": {"error": target, **_interval(made.needed(target))} if target else None,
+    }
 
 
 def _row(results: Mapping[str, Any], arm: str, size: int) -> dict[str, Any]:
@@ -129,10 +128,22 @@ def _interval(found: Interval) -> dict[str, float]:
     return {"value": found.value, "low": found.low, "high": found.high}
 
 
+def _say(found: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The outcome in words: lines about the sizes, the fit, the check and the predictions."""
+    metric = found["metric"]
+    how = "1 - accuracy" if metric == "error" else "the validation loss"
+    sizes = [f"{metric}: {how}, of the best epoch of each run"]
+    sizes += [f"left out of the fit: {row['samples']:,} samples: {row['dropped']}" for row in found["sizes"] if row["dropped"]]
+    if found["fit"] is None:
+        return {"sizes": sizes, "fit": [f"no fit: {found['why']}"], "check": [], "predictions": []}
+    fitted, check = _fit_words(found["fit"], metric), _check_words(found["check"])
+    return {"sizes": sizes, "fit": fitted, "check": check, "predictions": _predicted(found)}
+
+
 def _fit_words(found: Mapping[str, Any], metric: str) -> list[str]:
     a, b, c = (found[name] for name in "abc")
     known = math.isfinite(c["low"])
-    lines = ["", f"fit: {metric} = {a['value']:.4g} m^{b['value']:.3f} + {c['value']:.4f}, for m samples"]
+    lines = [f"fit: {metric} = {a['value']:.4g} m^{b['value']:.3f} + {c['value']:.4f}, for m samples"]
     if not known:
         return [*lines, "no intervals: one seed and three sizes leave nothing to measure the spread with"]
     spans = (f"{n} {found[n]['low']:{form}} to {found[n]['high']:{form}}" for n, form in (("a", ".3g"), ("b", ".3f"), ("c", ".4f")))
@@ -146,7 +157,7 @@ def _fit_words(found: Mapping[str, Any], metric: str) -> list[str]:
 
 def _check_words(check: Mapping[str, Any]) -> list[str]:
     if check["why"]:
-        return ["", f"no check: {check['why']}"]
+        return [f"no check: {check['why']}"]
     verdicts = {True: "inside", False: "OUTSIDE", None: "no interval"}
     lines = [
         f"  {row['samples']:,}: predicted {_range(row)}, measured {row['measured']:.4f}: {verdicts[row['inside']]}"
@@ -157,20 +168,23 @@ def _check_words(check: Mapping[str, Any]) -> list[str]:
         said = f"{outside} of {plural(len(check['sizes']), 'prediction')} missed: do not trust those below further than these"
     else:
         said = "the small sizes predicted the large ones" if check["sizes"][0]["inside"] else ""
-    return ["", f"check: a fit up to {check['up_to']:,} samples, against the larger sizes", *lines, *([said] if said else [])]
+    return [f"check: a fit up to {check['up_to']:,} samples, against the larger sizes", *lines, *([said] if said else [])]
 
 
 def _predicted(found: Mapping[str, Any]) -> list[str]:
     metric, target = found["metric"], found["target"]
-    lines = ["", f"predicted {metric} (mean of {plural(found['seeds'], 'run')}), if the curve goes on like this:"]
+    lines = [f"predicted {metric} (mean of {plural(found['seeds'], 'run')}), if the curve goes on like this:"]
     for times, row in zip(_TIMES, found["predictions"], strict=True):
         lines.append(f"  {times} times the data, {row['samples']:,} samples: {_range(row)}")
     if target is None:
         return lines
-    if not math.isfinite(target["value"]):
-        return [*lines, f"{metric} {target['error']:g} is not on the curve: it levels off at {found['fit']['c']['value']:.4f}"]
-    span = f" [90%: {_count(target['low'])} to {_count(target['high'])}]" if not math.isnan(target["low"]) else ""
-    return [*lines, f"{metric} {target['error']:g} would need about {_count(target['value'])} samples{span}"]
+    low, high = target["low"], target["high"]
+    if math.isfinite(target["value"]):
+        span = "" if math.isnan(low) else f" [90%: {_count(low)} to {_count(high) if math.isfinite(high) else 'no limit'}]"
+        return [*lines, f"{metric} {target['error']:g} would need about {_count(target['value'])} samples{span}"]
+    best = f"; within its interval, at least {_count(low)} samples" if math.isfinite(low) else ""
+    level = f"the curve levels off at {found['fit']['c']['value']:.4f}{best}"
+    return [*lines, f"{metric} {target['error']:g} is out of reach of more data alone: {level}"]
 
 
 def _range(row: Mapping[str, float]) -> str:
@@ -180,8 +194,6 @@ def _range(row: Mapping[str, float]) -> str:
 
 def _count(samples: float) -> str:
     """A number of samples with two significant digits."""
-    if not math.isfinite(samples):
-        return "no number"
     return f"{float(f'{samples:.2g}'):,.0f}" if samples < 1e12 else f"{samples:.1e}"
 
 

@@ -18,6 +18,9 @@ from paceline.status import Status
 STUDY_FILES = ("study.json", "results.json")
 """The files that may hold a study's results."""
 
+LEARNING_FILE = "learning-curve.json"
+"""The file of a learning curve in its study's folder."""
+
 _OF_A_RECORD = (
     "metrics.jsonl",
     "environment.json",
