@@ -40,7 +40,7 @@ VERBS = {
     "plan": ("paceline.plan.verb", "Predict images/s, time and cost on 1 to 4096 workers of a cluster, from a record."),
     "advise": ("paceline.advise.verb", "Say how many workers are worth it, from the noise in the gradients."),
     "rehearse": ("paceline.rehearse", "Measure what N workers would do to accuracy, on the one worker you have."),
-    "learning-curve": ("paceline.learning_curve.verb", "Measure error against data size, and predict what more data would give."),
+    "learning-curve": ("paceline.learning_curve.verb", "Measure error against data size; predict what more data would give."),
     "study": ("paceline.study.verb", "Train arms x seeds from a TOML file; print a table with spreads and verdicts."),
     "data": ("paceline.data.verb", "List, fetch or verify the built-in data sets."),
     "completion": ("paceline.completion", "Print a script that completes commands in bash, zsh or fish."),

@@ -91,8 +91,8 @@ class Config(RemembersGiven):
     train_samples: int = _data(0, Role.MODEL, Role.STATE, at_least=0)
     """Train on N samples only (0: all)."""
     subset: Literal["first", "random"] = _data("first", Role.MODEL, Role.STATE)
-    """Which samples --train-samples takes: the first ones, or random ones that follow from --seed, in proportion to their labels
-    if these are known. A smaller random subset is part of every larger one."""
+    """Which samples --train-samples takes: the first ones, or random ones that follow from --seed, in proportion to labels if
+    these are known. A smaller random subset is part of every larger one."""
     pixels: Literal["standard", "unit"] = _data("standard", Role.MODEL, Role.IMAGES)
     """Scale pixels to mean 0 and standard deviation 1 (standard) or to [0, 1] (unit)."""
     crop: int = _data(0, Role.MODEL, Role.IMAGES, Role.AUGMENT, at_least=0)

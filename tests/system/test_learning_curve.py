@@ -54,7 +54,8 @@ def test_a_random_subset_is_the_same_on_any_number_of_workers():
     flags = (*flags, "--virtual-workers", "2", "--global-batch", "32", "--reduce", "exact")
     found = []
     for workers in ("1", "2"):
-        done = paceline("train", "fashion-mnist-mini", *flags, "--workers", workers, "--name", workers, env={"OMP_NUM_THREADS": "1"})
+        own = ("--workers", workers, "--name", workers)
+        done = paceline("train", "fashion-mnist-mini", *flags, *own, env={"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done
         found.append(json.loads(Path(f"runs/{workers}/result.json").read_text())["model_sha256"])
     assert found[0] == found[1]

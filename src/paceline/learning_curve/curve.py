@@ -3,9 +3,9 @@
 Sizes halve. Each seed has its own nested subsets (`--subset random`), so the spread of the seeds includes that of the choice of
 samples; the validation data are the same for all. Nothing at the top of this file imports torch or numpy.
 
-A smaller size needs more epochs. With the same number of epochs its runs end before they have learned what their data can teach,
-and the curve looks steeper than it is; the same number of steps costs as much for every size. So the number of steps falls with
-the square root of the size (docs/learning-curve.md has the measurements). A batch is at most a quarter of the subset.
+A smaller size needs more epochs. With the same number of epochs its runs end before they have learned what their data can
+teach, and the curve looks steeper than it is; the same number of steps costs as much for every size. So the number of steps
+falls with the square root of the size (docs/learning-curve.md has the measurements). A batch is at most a quarter of the subset.
 """
 
 import math
@@ -85,7 +85,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     if sizes[0] < 2:
         raise UsageError(f"--sizes is {text!r}: it must be numbers of samples, such as 500,1000,2000, each at least 2")
     if len(sizes) < LEAST_SIZES:
-        raise UsageError(f"--sizes is {text!r}: a curve with three parameters needs at least {LEAST_SIZES} sizes; six are better")
+        raise UsageError(f"--sizes is {text!r}: three parameters need at least {LEAST_SIZES} sizes; six are better")
     return sizes
 
 
@@ -93,16 +93,16 @@ def choose_sizes(total: int, given: Sequence[int] = (), smallest: int | None = N
     """The sizes to train, in order: those given, or the data halved again and again."""
     if given:
         if given[-1] > total:
-            raise UsageError(f"--sizes has {given[-1]:,}: the task has {plural(total, 'training sample')}; use at most that many")
+            raise UsageError(f"--sizes has {given[-1]:,}: use at most the task's {plural(total, 'training sample')}")
         return tuple(given)
     least = max(2, total >> _HALVINGS if smallest is None else smallest)
     sizes = [total >> times for times in range(64) if total >> times >= least]
+    if len(sizes) < LEAST_SIZES and total >> (LEAST_SIZES - 1) < 2:
+        raise UsageError(f"the task has only {plural(total, 'training sample')}: too few for a learning curve")
     if len(sizes) < LEAST_SIZES:
-        rule = f"a curve needs at least {LEAST_SIZES} sizes: use --smallest {total >> (LEAST_SIZES - 1)} or less"
         raise UsageError(
-            f"--smallest is {smallest:,}: halving {plural(total, 'training sample')} gives {plural(len(sizes), 'size')}, and {rule}"
-            if smallest is not None and total >> (LEAST_SIZES - 1) >= 2
-            else f"the task has only {plural(total, 'training sample')}: too few for a learning curve"
+            f"--smallest is {smallest:,}: halving {plural(total, 'training sample')} gives {plural(len(sizes), 'size')}, and a"
+            f" curve needs at least {LEAST_SIZES}: use --smallest {total >> (LEAST_SIZES - 1)} or less"
         )
     return tuple(reversed(sizes))
 
@@ -180,7 +180,9 @@ def _check_config(found: tuple["Task", Config], asked: dict[str, Any]) -> Config
     if task.validation is None:
         raise UsageError(f"task {task.name} has no validation data, so there is no error to measure: give it validation=...")
     if config.batch_schedule:
-        raise UsageError(f"task {task.name} has a batch schedule, but the epochs of a learning curve differ by size: leave it out")
+        raise UsageError(
+            f"task {task.name} has a batch schedule, but the epochs of a learning curve differ by size: leave it out"
+        )
     for key in ("max_steps", "train_samples", "target_accuracy"):
         if getattr(config, key):
             asked[key] = type(getattr(Config, key))(0)
@@ -188,7 +190,7 @@ def _check_config(found: tuple["Task", Config], asked: dict[str, Any]) -> Config
 
 
 def _read_data(task: str, asked: Mapping[str, Any]) -> tuple[tuple["Task", Config], int, float | None, bool]:
-    """The task and its config; how many training samples it has; the error by chance, if that is known; whether it has labels."""
+    """The task and its config; the number of training samples; the error by chance, if known; whether samples have labels."""
     import numpy as np
 
     from paceline.core.stream import Stream
@@ -203,7 +205,10 @@ def _read_data(task: str, asked: Mapping[str, Any]) -> tuple[tuple["Task", Confi
     data = make_training(made, config)
     stages.stop()
     if isinstance(data, Stream):
-        raise UsageError(f"task {made.name} trains on a Stream, of which no random subset can be read: give Arrays or a Dataset")
+        raise UsageError(
+            f"task {made.name} trains on a Stream, which can only be read in its order: give Arrays or a Dataset, from which"
+            " random samples can be read"
+        )
     labels, total = labels_of(data), count_samples(data)
     if labels is None or not total:
         return (made, config), total, None, labels is not None

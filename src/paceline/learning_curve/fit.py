@@ -5,8 +5,8 @@ start values, no local minima, and all bootstrap draws are fitted at once. Weigh
 span a factor of ten over the sizes, and their spread grows with them. A size's weight is the variance of its mean, from the
 spread of its seeds, which few seeds give only roughly: it is averaged with that of all sizes.
 
-Intervals are 90%, by a parametric bootstrap: errors are drawn around the fit with the spread of the seeds, or, for one seed, that
-of the residuals. The spread is an estimate itself, so it is drawn, too (as in Student's t).
+Intervals are 90%, by a parametric bootstrap: errors are drawn around the fit with the spread of the seeds, or, for one seed,
+that of the residuals. The spread is an estimate itself, so it is drawn, too (as in Student's t).
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class Fit:
 
     def at(self, samples: float) -> float:
         """The error on the curve."""
-        return self.a * float(samples) ** self.b + self.c
+        return float(self.a * float(samples) ** self.b + self.c)
 
     def band(self, samples: float) -> Interval:
         """The curve at this size."""
@@ -111,7 +111,7 @@ def fit(points: Sequence[Point], *, seed: int = 0, draws: int = DRAWS) -> Fit:
     """Fit a, b and c. Raises NoFitError if there are too few sizes, or if the error does not fall with more data."""
     points = sorted((point for point in points if point.mean > 0), key=lambda point: point.samples)
     if len(points) < LEAST_SIZES:
-        raise NoFitError(f"three parameters need at least {LEAST_SIZES} sizes with an error above 0, and there are {len(points)}")
+        raise NoFitError(f"three parameters need {LEAST_SIZES} sizes with an error above 0, and there are {len(points)}")
     m, y = (np.array([getattr(point, name) for point in points], float) for name in ("samples", "mean"))
     counts = np.array([len(point.errors) for point in points], float)
     variances, freedom = _variances(points)
@@ -124,23 +124,24 @@ def fit(points: Sequence[Point], *, seed: int = 0, draws: int = DRAWS) -> Fit:
     misfit = float(np.sum(((y / expected - 1) / scales) ** 2))
     rest = len(points) - 3
     scattered = bool(freedom and rest and _exceeds(misfit / rest, rest, freedom))
+    a, b, c = map(float, found)
     if freedom + rest == 0:
-        return Fit(*found, np.zeros((0, 3)), np.zeros(0), float(y.min()), False)
+        return Fit(a, b, c, np.zeros((0, 3)), np.zeros(0), float(y.min()), False)
     factor = misfit / rest if scattered else (freedom + misfit) / (freedom + rest)
     random = np.random.default_rng(seed)
     spread = np.sqrt(factor * (freedom + rest) / random.chisquare(freedom + rest, (draws, 1)))
     drawn = expected * np.maximum(1 + scales * spread * random.standard_normal((draws, len(m))), 0.01)
     rows = _fit_rows(m, drawn, 1 / (expected * scales) ** 2)
     last = spread[:, 0] * np.sqrt(variances[-1]) * random.standard_normal(draws)
-    return Fit(*found, rows, last, float(y.min()), scattered)
+    return Fit(a, b, c, rows, last, float(y.min()), scattered)
 
 
 def drop_near_chance(points: Sequence[Point], chance: float | None) -> dict[int, str]:
     """The smallest sizes that are still near chance, where the curve is flat and no power law yet: size -> why.
 
-    They are near chance if their error is at least 80% of chance, or if the error falls less than half as fast from there to the
-    next size as it does later, and the difference is more than three standard errors. A power law plus a constant falls fastest
-    at its beginning, in logarithms.
+    They are near chance if their error is at least 80% of chance, or if the error falls less than half as fast from there to
+    the next size as it does later, and the difference is more than three standard errors. A power law plus a constant falls
+    fastest at its beginning, in logarithms.
     """
     points = sorted((point for point in points if point.mean > 0), key=lambda point: point.samples)
     found: dict[int, str] = {}
@@ -190,7 +191,7 @@ def _fit_rows(m: Array, rows: Array, weights: Array) -> Array:
 
 
 def _best_pairs(x: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
-    """For rows of errors and grids of x: the a >= 0 and c >= 0 with the least weighted squares of y - a x - c, and those squares.
+    """For rows of errors and grids of x: the a and c, at least 0, with the least weighted squares of y - a x - c; the squares.
 
     The squares are summed from the same five moments as a and c, which takes a third of the time.
     """

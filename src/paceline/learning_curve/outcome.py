@@ -1,12 +1,12 @@
 """What a learning curve found: from the results of its study to the fit, its check and its predictions, and these in words.
 
 The error of a run is that of its best epoch: 1 - the highest accuracy, or the lowest loss for a task without accuracy. Small
-subsets train for many epochs and overfit at the end, in loss much more than in accuracy. The choice of the epoch by the validation
-data makes errors a little too low.
+subsets train for many epochs and overfit at the end, in loss much more than in accuracy. The choice of the epoch by the
+validation data makes errors a little too low.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,10 @@ _TIMES = (2, 4)
 """Predict the error of this many times the largest size."""
 _CURVE = 60
 """Points of a curve to draw."""
-_SERIES = {"accuracy": ("val_accuracy", lambda values: 1 - max(values)), "loss": ("val_loss", min)}
+_SERIES: dict[str, tuple[str, Callable[[list[float]], float]]] = {
+    "accuracy": ("val_accuracy", lambda values: 1 - max(values)),
+    "loss": ("val_loss", min),
+}
 
 
 def make_outcome(
@@ -146,7 +149,8 @@ def _fit_words(found: Mapping[str, Any], metric: str) -> list[str]:
     lines = [f"fit: {metric} = {a['value']:.4g} m^{b['value']:.3f} + {c['value']:.4f}, for m samples"]
     if not known:
         return [*lines, "no intervals: one seed and three sizes leave nothing to measure the spread with"]
-    spans = (f"{n} {found[n]['low']:{form}} to {found[n]['high']:{form}}" for n, form in (("a", ".3g"), ("b", ".3f"), ("c", ".4f")))
+    forms = {"a": ".3g", "b": ".3f", "c": ".4f"}
+    spans = (f"{name} {found[name]['low']:{form}} to {found[name]['high']:{form}}" for name, form in forms.items())
     lines.append(f"90% intervals: {', '.join(spans)}")
     if not found["floor_known"]:
         lines.append("c cannot be told from 0 with these sizes: whether the curve levels off is open")

@@ -27,7 +27,7 @@ def view_learning(found: Any, problems: list[str]) -> dict[str, Any] | None:
         "metric": text(found.get("metric"), 40) or "error",
         "sizes": sizes,
         "fit": _fit(found.get("fit")),
-        "check": {**_fit(check), "up_to": number(check.get("up_to"))} if _fit(check) else None,
+        "check": {**held, "up_to": number(check.get("up_to"))} if (held := _fit(check)) else None,
         "predictions": [row for row in map(_predicted, _list(found.get("predictions"))) if row],
         "target": number(target.get("error")),
         "said": {name: [text(line, 400) for line in _list(said.get(name))[:20]] for name in _PARTS},

@@ -31,7 +31,16 @@ from paceline.report.series import (
     text,
     thin,
 )
-from paceline.report.sources import LEARNING_FILE, STUDY_FILES, folder_of, is_running, kind_of, read_file, read_object, status_of
+from paceline.report.sources import (
+    LEARNING_FILE,
+    STUDY_FILES,
+    folder_of,
+    is_running,
+    kind_of,
+    read_file,
+    read_object,
+    status_of,
+)
 from paceline.report.summary import summarize, tone
 from paceline.report.tables import order_components, view_landscape, view_scale, view_study
 from paceline.report.timeline import view_timeline

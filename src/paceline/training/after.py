@@ -230,7 +230,7 @@ def _taken(task: Task, config: Config) -> Callable[[], Any]:
     """A function that makes the training data of a run, also of one with `--train-samples`."""
 
     def make() -> Any:
-        made = task.train() if is_factory(task.train) else task.train
+        made = cast(Callable[[], Any], task.train)() if is_factory(task.train) else task.train
         return take_samples(check_data(task.name, TRAIN, made), config, task.name)
 
     return make

@@ -31,7 +31,6 @@ from paceline.dist.agree import check_agreement, fingerprints
 from paceline.dist.process import die_with_parent
 from paceline.dist.world import World
 from paceline.errors import UsageError, WorkersDisagree
-from paceline.output import plural
 from paceline.training.subset import take_samples
 from paceline.training.task import Task, validation_sources
 from paceline.training.task_fields import Data, check_data, check_length, is_factory

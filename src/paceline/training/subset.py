@@ -3,9 +3,9 @@
 Chosen subsets are nested: with the same seed, a smaller one is part of every larger one. If the samples have labels, every
 subset is stratified: of each label it has its share of N, to within one sample, whatever N is. To get both, each sample has a
 window of places in one order of all samples: sample r of a label with n of the N samples comes no earlier than place r N/n and
-before place (r + 1) N/n. Filling the places by the earliest deadline keeps every window (Baruah et al., Algorithmica 15, 1996). A
-subset is the beginning of that order, sorted. It follows from the seed and the labels alone, so it is the same on any number of
-workers.
+before place (r + 1) N/n. Filling the places by the earliest deadline keeps every window (Baruah et al., Algorithmica 15, 1996).
+A subset is the beginning of that order, sorted. It follows from the seed and the labels alone, so it is the same on any number
+of workers.
 """
 
 import heapq
@@ -75,7 +75,7 @@ def _stratify(labels: np.ndarray, count: int) -> np.ndarray:
     release, deadline = rank * len(labels) // size, -(-(rank + 1) * len(labels) // size)
     order = np.argsort(release, kind="stable")
     waiting = zip(release[order].tolist(), deadline[order].tolist(), by_label[order].tolist(), strict=True)
-    upcoming, ready, chosen = next(waiting, None), [], []
+    upcoming, ready, chosen = next(waiting, None), list[tuple[int, int]](), list[int]()
     for place in range(count):
         while upcoming is not None and upcoming[0] <= place:
             heapq.heappush(ready, upcoming[1:])

@@ -32,7 +32,8 @@ def objective(model, batch):
 
 def task():
     return Task(name="t", model=lambda: nn.Linear(2, 1), train=Own(64), validation=Own(20), objective=objective,
-                defaults={"global_batch": 8, "epochs": 2, "base_lr": 0.1, "loader_workers": 0, "train_samples": 32, "max_steps": 9})
+                defaults={"global_batch": 8, "epochs": 2, "base_lr": 0.1, "loader_workers": 0, "max_steps": 9,
+                          "train_samples": 32})
 
 def nothing():
     return Task(name="t", model=lambda: nn.Linear(2, 1), train=Own(64), objective=objective)
@@ -59,10 +60,10 @@ def own_process(runs: Path) -> Iterator[None]:
     [
         (("--sizes", "500,x"), "--sizes is '500,x': it must be numbers of samples, such as 500,1000,2000"),
         (("--sizes", "500,0,7"), "each at least 2"),
-        (("--sizes", "500,1000"), "a curve with three parameters needs at least 3 sizes"),
-        (("--sizes", "500,1000,6001"), "--sizes has 6,001: the task has 6,000 training samples; use at most that many"),
+        (("--sizes", "500,1000"), "three parameters need at least 3 sizes"),
+        (("--sizes", "500,1000,6001"), "--sizes has 6,001: use at most the task's 6,000 training samples"),
         (("--sizes", "5,10,20", "--smallest", "5"), "--sizes and --smallest are both given: choose one"),
-        (("--smallest", "3000"), "gives 2 sizes, and a curve needs at least 3 sizes: use --smallest 1500 or less"),
+        (("--smallest", "3000"), "gives 2 sizes, and a curve needs at least 3: use --smallest 1500 or less"),
         (("--smallest", "0"), "--smallest is 0: it must be at least 1"),
         (("--least-steps", "0"), "--least-steps is 0: it must be at least 1"),
         (("--target-error", "-1"), "--target-error is -1.0: it must be a positive number"),

@@ -26,7 +26,7 @@ def test_an_exact_curve_is_found(true):
     ("true", "noise", "seeds"), [((8, -0.5, 0.05), 0.03, 3), ((8, -0.5, 0.05), 0.02, 1)], ids=["3 seeds", "1 seed"]
 )
 def test_90_percent_intervals_hold_about_90_percent_of_the_time(true, noise, seeds):
-    held = {name: 0 for name in (*"abc", "at twice the data", "at the largest size, from a quarter")}
+    held = dict.fromkeys((*"abc", "at twice the data", "at the largest size, from a quarter"), 0)
     for draw in range(200):
         points = curve(*true, noise=noise, seeds=seeds, draw=draw)
         found = fit(points, seed=draw, draws=100)
@@ -75,7 +75,7 @@ def test_means_that_scatter_more_than_their_seeds_widen_the_intervals():
 @pytest.mark.parametrize(
     ("points", "why"),
     [
-        ([], "at least 3 sizes with an error above 0, and there are 0"),
+        ([], "need 3 sizes with an error above 0, and there are 0"),
         ([Point(10, (0.5,)), Point(20, (0.4,))], "and there are 2"),
         ([Point(10, (0.5,)), Point(20, (0.4,)), Point(40, (0.0,))], "and there are 2"),
         ([Point(m, (0.3, 0.3)) for m in (10, 20, 40, 80)], "does not fall"),

@@ -71,7 +71,7 @@ def test_diverged_seeds_are_counted_and_left_out():
     assert found["fit"]["b"]["value"] == pytest.approx(-0.5, abs=0.03)
     assert "left out of the fit: 2,000 samples: no run finished" in words(found)
     nothing = make_outcome(made(power_law(), bad=[(size, seed) for size in SIZES for seed in range(3)]), SIZES)
-    assert "no fit: three parameters need at least 3 sizes" in words(nothing)
+    assert "no fit: three parameters need 3 sizes" in words(nothing)
 
 
 def test_what_cannot_be_fitted_is_told():
