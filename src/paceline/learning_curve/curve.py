@@ -5,7 +5,7 @@ samples; the validation data are the same for all. Nothing at the top of this fi
 
 A smaller size needs more epochs. With the same number of epochs its runs end before they have learned what their data can
 teach, and the curve looks steeper than it is; the same number of steps costs as much for every size. So the number of steps
-falls with the square root of the size (docs/learning-curve.md has the measurements). A batch is at most a quarter of the subset.
+falls with the square root of the size (measured in docs/learning-curve.md). A batch is at most a quarter of the subset.
 """
 
 import math

@@ -171,7 +171,7 @@ def _check_words(check: Mapping[str, Any]) -> list[str]:
     if outside:
         said = f"{outside} of {plural(len(check['sizes']), 'prediction')} missed: do not trust those below further than these"
     else:
-        said = "the small sizes predicted the large ones" if check["sizes"][0]["inside"] else ""
+        said = "all measured errors are inside the intervals" if check["sizes"][0]["inside"] else ""
     return [f"check: a fit up to {check['up_to']:,} samples, against the larger sizes", *lines, *([said] if said else [])]
 
 

@@ -7,10 +7,7 @@ from paceline.config import names_with
 from paceline.flags import add_flags, add_task
 from paceline.options import Role
 
-SET_HERE = names_with(Role.STUDY) - {"runs_dir"} | {
-    *("train_samples", "subset", "max_steps", "batch_schedule", "batch_noise_ratio", "workers_schedule"),
-    *("target_accuracy", "patience"),
-}
+SET_HERE = names_with(Role.STUDY, Role.BY_SIZE) - {"runs_dir"}
 """Options that cannot be given: each size has its own value, or they would end runs before their time."""
 
 

@@ -27,8 +27,8 @@ def view_learning(found: Any, problems: list[str]) -> dict[str, Any] | None:
         "metric": text(found.get("metric"), 40) or "error",
         "sizes": sizes,
         "fit": _fit(found.get("fit")),
-        "check": {**held, "up_to": number(check.get("up_to"))} if (held := _fit(check)) else None,
-        "predictions": [row for row in map(_predicted, _list(found.get("predictions"))) if row],
+        "check": {**held, "up_to": number(check.get("up_to")), "sizes": _rows(check.get("sizes"))} if (held := _fit(check)) else None,
+        "predictions": _rows(found.get("predictions")),
         "target": number(target.get("error")),
         "said": {name: [text(line, 400) for line in _list(said.get(name))[:20]] for name in _PARTS},
     }
@@ -56,6 +56,11 @@ def _fit(found: Any) -> dict[str, Any] | None:
     rows = [[number(value) for value in _list(row)] for row in _list(_object(found).get("curve"))]
     curve = [row for row in rows if len(row) == 4 and all(value is not None and value > 0 for value in row[:2])]
     return {"curve": [[None if value is None else short(value) for value in row] for row in curve]} if len(curve) > 1 else None
+
+
+def _rows(found: Any) -> list[dict[str, Any]]:
+    """Predictions: samples, the error, and its interval, which may be unknown."""
+    return [row for row in map(_predicted, _list(found)) if row]
 
 
 def _predicted(row: Any) -> dict[str, Any] | None:

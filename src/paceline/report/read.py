@@ -188,6 +188,7 @@ def _fill_study(source: dict[str, Any], path: AnyPath) -> None:
         source["problems"].append(str(error))
         return
     view = source["study"] = view_study(results, source["problems"])
+    source["name"] = view["name"] or source["name"]
     source["learning"] = view_learning(_learning(path, results, source["problems"]), source["problems"])
     about = _object(results.get("environment"))
     source["environment"], source["when"] = _environment(about), text(about.get("when"), 40) or None

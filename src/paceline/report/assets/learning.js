@@ -57,11 +57,24 @@
     }
     if (found.check && isNumber(found.check.up_to)) {
       const name = `predicted by the sizes up to ${commas(found.check.up_to)}`;
-      data.push(line(cut(found.check.curve, found.check.up_to)[1], "check", { color: other, dash: "dash" }, name));
+      const known = found.check.sizes.filter((row) => isNumber(row.low) && isNumber(row.high));
+      data.push(line(cut(found.check.curve, found.check.up_to)[1], "check", { color: other, dash: "dash" }, name), predicted(known, other));
       keys.push({ name, color: other, mark: "dash" });
     }
     return { data, keys };
   }
+
+  // What the small sizes predicted, with the intervals.
+  const predicted = (rows, color) => ({
+    type: "scatter", mode: "markers", uid: "predicted", x: rows.map((row) => row.samples), y: rows.map((row) => row.value),
+    marker: { size: 11, symbol: "line-ew-open", color, line: { width: 2, color } },
+    error_y: {
+      type: "data", symmetric: false, array: rows.map((row) => row.high - row.value), arrayminus: rows.map((row) => row.value - row.low),
+      color, thickness: 1.6, width: 6,
+    },
+    customdata: rows.map((row) => [commas(row.samples), span(row.low, row.high)]),
+    hovertemplate: "predicted, %{customdata[0]} samples: %{y:.4f}%{customdata[1]}<extra></extra>",
+  });
 
   const DIGITS = [1, 1.5, 2, 3, 4, 5, 7], POWERS = [-5, -4, -3, -2, -1, 0, 1, 2];
 
