@@ -41,6 +41,7 @@ VERBS = {
     "plan": ("paceline.plan.verb", "Predict images/s, time and cost on 1 to 4096 workers of a cluster, from a record."),
     "advise": ("paceline.advise.verb", "Say how many workers are worth it, from the noise in the gradients."),
     "rehearse": ("paceline.rehearse", "Measure what N workers would do to accuracy, on the one worker you have."),
+    "learning-curve": ("paceline.learning_curve.verb", "Measure error against data size; predict what more data would give."),
     "study": ("paceline.study.verb", "Train arms x seeds from a TOML file; print a table with spreads and verdicts."),
     "data": ("paceline.data.verb", "List, fetch or verify the built-in data sets."),
     "completion": ("paceline.completion", "Print a script that completes commands in bash, zsh or fish."),
@@ -48,7 +49,9 @@ VERBS = {
 }
 """The module and the one-line summary of each verb."""
 
-_TRAINING = ("train", "evaluate", "predict", "landscape", "lr-find", "scale", "advise", "rehearse", "study")
+_TRAINING = (
+    *("train", "evaluate", "predict", "landscape", "lr-find", "scale", "advise", "rehearse", "learning-curve", "study"),
+)
 
 _EXAMPLES = """examples:
   paceline train fashion-mnist-mini --workers 2
@@ -60,6 +63,7 @@ _EXAMPLES = """examples:
   paceline lr-find my_task.py
   paceline study my_study.toml
   paceline rehearse fashion-mnist --workers 64
+  paceline learning-curve fashion-mnist --target-error 0.05
   paceline scale fashion-mnist --workers 1,2,4
   paceline runs
   paceline report runs/demo

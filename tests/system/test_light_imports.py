@@ -44,6 +44,7 @@ def test_importing_it_loads_nothing_heavy(code: str, heavy: set[str]) -> None:
         ["trian"],
         ["study", "missing.toml"],
         ["rehearse", "fashion-mnist"],
+        ["learning-curve", "fashion-mnist", "--sizes", "5"],
     ],
 )
 def test_help_and_mistakes_load_nothing_heavy(argv: list[str]) -> None:

@@ -19,6 +19,8 @@ def test_every_verb_is_there_with_its_flags():
     assert {"--no-flip", "--help-all", "--recipe"} < found["train"]
     assert "--seeds" in found["rehearse"]
     assert "--seed" not in found["rehearse"], "hidden there"
+    assert {"--sizes", "--seeds", "--name"} < found["learning-curve"]
+    assert not {"--seed", "--train-samples"} & found["learning-curve"], "hidden there"
     assert "--slot" not in found["study"]
     assert "--resume" not in found["scale"]
     assert {"--from", "--to", "--steps"} < found["lr-find"]

@@ -19,6 +19,7 @@ from paceline.phases import batch_words
 from paceline.records import unit_of
 from paceline.report.confined import AnyPath
 from paceline.report.landscapes import view_landscapes, view_sharpness
+from paceline.report.learning import view_learning
 from paceline.report.series import (
     Columns,
     Metrics,
@@ -31,7 +32,17 @@ from paceline.report.series import (
     text,
     thin,
 )
-from paceline.report.sources import SHARPNESS, STUDY_FILES, folder_of, is_running, kind_of, read_file, read_object, status_of
+from paceline.report.sources import (
+    LEARNING_FILE,
+    SHARPNESS,
+    STUDY_FILES,
+    folder_of,
+    is_running,
+    kind_of,
+    read_file,
+    read_object,
+    status_of,
+)
 from paceline.report.summary import summarize, tone
 from paceline.report.tables import order_components, view_scale, view_study
 from paceline.report.timeline import view_timeline
@@ -67,7 +78,7 @@ def read_source(path: AnyPath, end: int | None = None) -> dict[str, Any]:
         "batch": "",
         "workers": "",
         "landscapes": [],
-        **dict.fromkeys(("where", "layers", "scale", "timeline", "study", "sharpness")),
+        **dict.fromkeys(("where", "layers", "scale", "timeline", "study", "learning", "sharpness")),
         "notes": [],
         "problems": [],
     }
@@ -183,11 +194,24 @@ def _fill_study(source: dict[str, Any], path: AnyPath) -> None:
         return
     view = source["study"] = view_study(results, source["problems"])
     source["name"] = view["name"] or source["name"]
+    source["learning"] = view_learning(_learning(path, results, source["problems"]), source["problems"])
     about = _object(results.get("environment"))
     source["environment"], source["when"] = _environment(about), text(about.get("when"), 40) or None
     running = path.is_dir() and any(map(is_running, path.glob("*/metrics.jsonl")))
     whole = view["planned"] is None or view["ended"] >= view["planned"]
     source["status"] = Status.RUNNING if running else Status.DONE if whole else Status.INCOMPLETE
+
+
+def _learning(path: AnyPath, results: Mapping[str, Any], problems: list[str]) -> Any:
+    """The learning curve of a study's results: in the same file, or next to it."""
+    if path.is_file():
+        return results.get("learning_curve")
+    file = path / LEARNING_FILE
+    found = read_object(file, problems) if file.is_file() else {}
+    if found and found.get("study") != results["study"]:
+        problems.append(f"{LEARNING_FILE} is not shown: it was made with other options; run paceline learning-curve to its end")
+        return None
+    return found.get("learning_curve")
 
 
 def _fill_unknown(source: dict[str, Any], path: AnyPath) -> None:

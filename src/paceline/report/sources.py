@@ -22,6 +22,10 @@ LANDSCAPES = "landscape"
 """The folder in a record that holds its loss surfaces."""
 
 SHARPNESS = "sharpness.json"
+"""The file of a record that says how sharp its minimum is."""
+
+LEARNING_FILE = "learning-curve.json"
+"""The file of a learning curve in its study's folder."""
 
 _OF_A_RECORD = (
     "metrics.jsonl",

@@ -239,6 +239,9 @@ def _study(source: Mapping[str, Any]) -> str:
     said = f"{name} on {study['task']}: {count}, {study['ended']:,}{of} runs"
     if not arms:
         return said + ", no results yet."
+    learning = source.get("learning")
+    if learning and learning["sentence"]:
+        return f"{said}. {learning['sentence']}"
     if study.get("mini"):
         return said + ". A trial with --mini: its numbers mean nothing."
     best = (max if metric == "accuracy" else min)(arms, key=lambda arm: arm["mean"])
