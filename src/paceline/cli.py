@@ -34,6 +34,7 @@ VERBS = {
     "evaluate": ("paceline.evaluate", "Evaluate a trained model on its validation data, or on other data."),
     "predict": ("paceline.predict", "Write a trained model's predictions to a file, in sample order."),
     "landscape": ("paceline.landscape.verb", "Draw the loss around a model, along its training, or between two models."),
+    "sharpness": ("paceline.sharpness.verb", "Measure how sharp a trained model's minimum is: Keskar, SAM, the Hessian."),
     "lr-find": ("paceline.lr_find.verb", "Recommend a learning rate from a short run in which it grows."),
     "runs": ("paceline.runs", "List records: status, accuracy, images/s."),
     "report": ("paceline.report.verb", "Write one self-contained HTML page about records, studies and scalings."),
@@ -50,7 +51,8 @@ VERBS = {
 """The module and the one-line summary of each verb."""
 
 _TRAINING = (
-    *("train", "evaluate", "predict", "landscape", "lr-find", "scale", "advise", "rehearse", "learning-curve", "study"),
+    *("train", "evaluate", "predict", "landscape", "sharpness", "lr-find", "scale", "advise", "rehearse", "learning-curve"),
+    "study",
 )
 
 _EXAMPLES = """examples:
@@ -60,6 +62,7 @@ _EXAMPLES = """examples:
   paceline evaluate runs/demo
   paceline predict runs/demo --to predictions.npz
   paceline landscape runs/demo
+  paceline sharpness runs/demo
   paceline lr-find my_task.py
   paceline study my_study.toml
   paceline rehearse fashion-mnist --workers 64
