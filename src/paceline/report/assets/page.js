@@ -4,7 +4,7 @@
 (() => {
   const { sections, state, givePlaces, startTheme, reconcile, node, overview, navigation } = window.Paceline;
   const ORDER = [
-    "tools", "curves", "results", "study", "scaling", "differences", "step", "timeline", "landscape", "contract", "notes",
+    "tools", "curves", "toys", "results", "study", "scaling", "differences", "step", "timeline", "landscape", "contract", "notes",
     "environment",
   ];
 

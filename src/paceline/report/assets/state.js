@@ -1,7 +1,7 @@
 // State: the sources, what the user selected, each run's place in the palette, light or dark.
 // This file comes first: it creates the namespace that the page's scripts share (page.py has their order).
 //
-// To add a chart: write it in the file of its section (curves.js, steps.js, scaling.js, timeline.js, study.js, landscape.js), as
+// To add a chart: write it in the file of its section (curves.js, steps.js, scaling.js, timeline.js, study.js, landscape.js, toys.js), as
 // an item made by chart() from charts.js. For a new section: a new file that sets Paceline.sections.NAME = { title, make }, its
 // name in SCRIPTS (page.py) and in ORDER (page.js), and its data in what read_source returns (read.py).
 "use strict";
