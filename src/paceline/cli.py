@@ -44,6 +44,7 @@ VERBS = {
     "rehearse": ("paceline.rehearse", "Measure what N workers would do to accuracy, on the one worker you have."),
     "learning-curve": ("paceline.learning_curve.verb", "Measure error against data size; predict what more data would give."),
     "study": ("paceline.study.verb", "Train arms x seeds from a TOML file; print a table with spreads and verdicts."),
+    "toys": ("paceline.toys_verb", "Run SGD on two tiny problems with exact answers, to watch it move in a report."),
     "data": ("paceline.data.verb", "List, fetch or verify the built-in data sets."),
     "completion": ("paceline.completion", "Print a script that completes commands in bash, zsh or fish."),
     "doctor": ("paceline.doctor.verb", "Say in ten lines whether this machine will train well, and what to fix."),

@@ -209,6 +209,28 @@ def sharpness(times: float = 1.0) -> dict[str, Any]:
     return {"samples": 1000, "loss": 0.0912, "keskar": keskar, **rises, "hessian": hessian, "environment": {}}
 
 
+def make_toys(path: Path) -> Path:
+    """Toys with a small surface, two paths and one row each."""
+    path.mkdir(parents=True)
+    side = [-2.0, -1.0, 0.0, 1.0, 2.0]
+    surface = {"x": side, "y": side, "z": [[x * x + y * y for x in side] for y in side]}
+    point = {"name": "minimum", "x": 0.0, "y": 0.0, "value": 0.0, "eigenvalues": [2.0, 2.0]}
+    t = list(range(0, 101, 10))
+    path_ = {"t": t, "x": [2 - s / 50 for s in t], "y": [1.0] * len(t), "z": [(2 - s / 50) ** 2 + 1 for s in t]}
+    shared = {"about": "a bowl", "axes": ["x", "y"], "clock": "steps", **surface, "points": [point]}
+    shared["paths"] = [{"name": "one", **path_}, {"name": "two", **path_, "y": [-1.0] * len(t)}]
+    line = {"batch": 1, "steps": 100, "distance": 0.5, "sd": 0.1, "excess": 0.25}
+    escape = {"optimizer": "SGD", "noise": 1.0, "row_lr": 0.1, "lr": 0.1, "momentum": 0.0, "effective_lr": 0.1, "seeds": 10}
+    escape |= {"flat": 0.5, "low": 0.2, "high": 0.8, "diverged": 0, "long_run": 0.9}
+    heavy = {**escape, "optimizer": "momentum", "momentum": 0.9, "lr": 0.01, "flat": 0.25, "low": 0.1}
+    toys = [
+        {"toy": "line", "title": "Line fit", "log": True, **shared, "rows": [line]},
+        {"toy": "minima", "title": "Sharp and flat minimum", "most": 4.0, **shared, "rows": [escape, heavy]},
+    ]
+    (path / "toys.json").write_text(json.dumps({"kind": "toys", "toys": toys, "environment": {"cores": 2}}))
+    return path
+
+
 def make_scale(path: Path) -> Path:
     """A scaling measurement of 1, 2 and 4 workers."""
     path.mkdir(parents=True)

@@ -108,6 +108,9 @@ OPTIONS = frozenset(field.name for field in dataclasses.fields(Config))
         (("stdy", "x.toml"), "unknown verb 'stdy': did you mean 'study'?"),
         (("study",), "the following arguments are required: FILE"),
         (("study", "x.toml", "--mni"), "unknown flag --mni: did you mean --mini?"),
+        (("toy",), "unknown verb 'toy': did you mean 'toys'?"),
+        (("toys", "--seds", "3"), "unknown flag --seds: did you mean --seeds?"),
+        (("toys", "--toy", "lines"), "invalid choice: 'lines'"),
         (("rehears", "x"), "unknown verb 'rehears': did you mean 'rehearse'?"),
         (("rehearse",), "the following arguments are required: TASK"),
         (("rehearse", "fashion-mnist-mini", "--epoch", "3"), "unknown flag --epoch: did you mean --epochs?"),
@@ -393,6 +396,7 @@ def test_under_another_launcher_the_worker_that_failed_first_prints_its_error(ca
         (("train", "--help-all"), ("TASK", "--recipe", *(flag(f.name) for f in dataclasses.fields(Config)))),
         (("data", "--help"), ("list", "fetch", "verify", "--data-dir")),
         (("doctor", "--help"), ("usage: paceline doctor",)),
+        (("toys", "--help"), ("--toy", "--seed", "--seeds", "--steps", "--lr", "--rates", "--noise", "--momentum", "--name")),
         (
             ("study", "--help"),
             ("FILE", "--runs-dir", "--out", "--seeds", "--set", "--only", "--per-device", "--mini", "--table"),
@@ -476,7 +480,7 @@ def test_exit_is_named_where_the_user_called_it():
         exit(3)
 
 
-@pytest.mark.parametrize("verb", ["study", "plan", "runs", "doctor"])
+@pytest.mark.parametrize("verb", ["study", "plan", "runs", "doctor", "toys"])
 def test_help_all_of_a_verb_without_more_options_is_its_help(capsys, verb):
     with pytest.raises(SystemExit) as caught:
         cli.run([verb, "--help-all"])

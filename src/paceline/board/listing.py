@@ -28,7 +28,7 @@ from paceline.status import Status
 MARKS = frozenset(
     {
         *("metrics.jsonl", "environment.json", "config.toml", "result.json", "course.csv", "timeline.json", "sharpness.json"),
-        *("scale.json", "study.json", "results.json"),
+        *("scale.json", "study.json", "results.json", "toys.json"),
     }
 )
 """Files that make a folder a record."""

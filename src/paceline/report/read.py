@@ -1,4 +1,4 @@
-"""A record, a scaling record or a study as one JSON-able dict: the source that the page and the board draw.
+"""A record, a scaling record, a study or toys as one JSON-able dict: the source that the page and the board draw.
 
 Records come from runs that were killed, from full disks and from other programs. So `read_source` never raises: it lists what
 it could not read in `problems` and returns the rest. Nothing here writes, not even a lock file.
@@ -46,6 +46,7 @@ from paceline.report.sources import (
 from paceline.report.summary import summarize, tone
 from paceline.report.tables import order_components, view_scale, view_study
 from paceline.report.timeline import view_timeline
+from paceline.report.toys import view_toys
 from paceline.status import Status
 from paceline.study.results import check_results
 from paceline.toml import read_toml
@@ -78,7 +79,7 @@ def read_source(path: AnyPath, end: int | None = None) -> dict[str, Any]:
         "batch": "",
         "workers": "",
         "landscapes": [],
-        **dict.fromkeys(("where", "layers", "scale", "timeline", "study", "learning", "sharpness")),
+        **dict.fromkeys(("where", "layers", "scale", "timeline", "study", "learning", "sharpness", "toys")),
         "notes": [],
         "problems": [],
     }
@@ -90,6 +91,8 @@ def read_source(path: AnyPath, end: int | None = None) -> dict[str, Any]:
                 _fill_scale(source, path)
             case "study":
                 _fill_study(source, path)
+            case "toys":
+                _fill_toys(source, path)
             case _:
                 _fill_unknown(source, path)
     except Exception as error:  # one unexpected record must not break the page of the other runs
@@ -214,16 +217,24 @@ def _learning(path: AnyPath, results: Mapping[str, Any], problems: list[str]) ->
     return found.get("learning_curve")
 
 
+def _fill_toys(source: dict[str, Any], path: AnyPath) -> None:
+    found = read_object(path if path.is_file() else path / "toys.json", source["problems"])
+    source["toys"] = view_toys(found, source["problems"])
+    about = _object(found.get("environment"))
+    source["environment"], source["when"] = _environment(about), text(about.get("when"), 40) or None
+    source["status"] = Status.DONE if source["toys"] else Status.UNKNOWN
+
+
 def _fill_unknown(source: dict[str, Any], path: AnyPath) -> None:
     if not path.exists():
         source["problems"].append("no such file or folder")
     elif path.is_dir():
         source["problems"].append(
-            "not a record: it has none of metrics.jsonl, environment.json, result.json, scale.json and study.json"
+            "not a record: it has none of metrics.jsonl, environment.json, result.json, scale.json, study.json and toys.json"
         )
     else:
         read_file(path, source["problems"])
-        source["problems"] = source["problems"] or ["JSON, but neither study results nor a scaling measurement"]
+        source["problems"] = source["problems"] or ["JSON, but neither study results nor a scaling measurement nor toys"]
 
 
 def _error(status: str, result: Mapping[str, Any]) -> dict[str, str] | None:

@@ -4,7 +4,7 @@
 (() => {
   const { sections, state, givePlaces, startTheme, reconcile, node, overview, navigation } = window.Paceline;
   const ORDER = [
-    "tools", "curves", "results", "learning", "study", "scaling", "differences", "step", "layers", "timeline", "landscape",
+    "tools", "curves", "toys", "results", "learning", "study", "scaling", "differences", "step", "layers", "timeline", "landscape",
     "sharpness", "contract", "notes", "environment",
   ];
 
