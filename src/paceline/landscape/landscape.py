@@ -293,7 +293,7 @@ def _evaluate_all(points: Points, sketch: Sketch, store: Store | None, here: Wor
 
 
 class _Progress:
-    """How far the points are: after each block on a terminal, from time to time where there is none."""
+    """How far the points are: after each block on a terminal; on a pipe only from time to time."""
 
     def __init__(self, total: int, done: int) -> None:
         self._total, self._done, self._new = total, done, 0
@@ -301,7 +301,7 @@ class _Progress:
         stages.enter(f"{done:,} of {total:,} points" if is_terminal(sys.stdout) else "")
 
     def show(self, points: int) -> None:
-        """So many more are done."""
+        """Count points that are done, and show the progress."""
         self._new += points
         done, now = self._done + self._new, time.monotonic()
         left_s = (self._total - done) * (now - self._begin) / self._new
