@@ -7,7 +7,8 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: dict[str, Any]) -> int:
     """Compute the toys, write the record and print the results."""
     rates, noises = _check(options)
-    folder = _check_folder(Path(options["runs_dir"]), options["name"])
+    folder = _make_folder(Path(options["runs_dir"]), options["name"])
     from paceline.toys import line_toy, minima_toy, threshold_toy
 
     which, momentum = options["toy"], options["momentum"]
@@ -51,11 +52,8 @@ def run(options: dict[str, Any]) -> int:
     toys += [minima_toy(rates, noises, momentum, **runs), threshold_toy()] if which != "line" else []
     stages.stop()
     record = {"kind": "toys", **runs, "lr": options["lr"], "momentum": momentum, "toys": toys, "environment": environment()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _explained(folder):
         write_file(folder / FILE, json.dumps(finite(record), allow_nan=False) + "\n")
-    except OSError as error:
-        raise RecordError(f"cannot write {folder}: {reason(error)}; choose another --runs-dir") from error
     print("\n\n".join(map(describe, toys)))
     print(f"\nnumbers in {folder / FILE}; to see them move: paceline report {folder}")
     return 0
@@ -131,14 +129,21 @@ def _numbers(what: str, text: str) -> list[float]:
     return found
 
 
-def _check_folder(runs_dir: Path, name: str) -> Path:
-    """The folder to write: a new or empty one, or one that holds toys already."""
+def _make_folder(runs_dir: Path, name: str) -> Path:
+    """The folder to write: a new or empty one, or one that holds toys already. Before any work, so that it is not in vain."""
     check_name("--name", name, "; --runs-dir sets the folder")
     folder = runs_dir / name
-    try:
-        held = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    except OSError as error:
-        raise UsageError(f"{folder}: {reason(error)}; choose another --name") from None
+    with _explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        held = {path.name for path in folder.iterdir()}
     if held - {FILE, _REPORT}:
         raise UsageError(f"{folder} holds something other than toys: choose another --name")
     return folder
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(f"cannot write {folder}: {reason(error)}; choose another --name or --runs-dir") from error

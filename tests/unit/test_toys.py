@@ -156,10 +156,19 @@ def test_escapes_depend_on_the_seed_alone_and_momentum_escapes_less_at_the_same_
     assert [row["flat"] for row in quiet[:2]] == [0, 0]
 
 
+@pytest.mark.parametrize(("lr", "momentum"), [(0.01, 0.0), (0.001, 0.9)])
+def test_noise_acts_as_the_same_temperature_at_the_same_effective_learning_rate(lr, momentum):
+    """Around a minimum the variance along an eigenvector is T / lambda, with T = lr / (1 - momentum) * noise^2 / 2."""
+    ends = walk([(lr, momentum, 0.5)], steps=800, seeds=4_000, seed=3, start=(-0.75, 0.0))[-1, 0]
+    temperature = 0.01 * 0.5**2 / 2
+    np.testing.assert_allclose(ends.var(axis=0) * minima_points()[0].eigenvalues, temperature, rtol=0.12)
+
+
 def test_small_steps_end_in_equilibrium():
     """With small steps, many walks are distributed as exp(-f / T): the flat side has more room, not a deeper minimum."""
     [row] = [row for row in escapes([0.02], 8.0, 0.0, steps=2_500, seeds=400) if row["optimizer"] == "SGD"]
     assert row["low"] < row["long_run"] < row["high"]
+    assert row["long_run"] == equilibrium(0.02 * 8.0**2 / 2)
     slopes = 164 / 105, 104 / 357
     cold = slopes[0] ** 2 / (slopes[0] ** 2 + slopes[1] ** 2)  # as T goes to 0: the ratio of the areas of the two minima
     assert equilibrium(1e-3) == pytest.approx(cold, rel=1e-3)

@@ -80,8 +80,8 @@ def test_other_records_are_not_overwritten(runs, capsys):
     (runs / "file").write_text("")
     assert cli.run(QUICK) == 2
     assert "runs/toys holds something other than toys: choose another --name" in capsys.readouterr().err
-    assert cli.run([*QUICK, "--name", "file"]) == 2
-    assert "runs/file: Not a directory; choose another --name" in capsys.readouterr().err
+    assert cli.run([*QUICK, "--name", "file"]) == 1
+    assert "cannot write runs/file: File exists; choose another --name or --runs-dir" in capsys.readouterr().err
     assert cli.run([*QUICK, "--runs-dir", "runs/file"]) != 0
     assert len(capsys.readouterr().err.splitlines()) == 1
 

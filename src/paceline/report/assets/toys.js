@@ -193,18 +193,18 @@
     return node("div", { class: "player", role: "group", "aria-label": `Animation: ${title}` }, button, slider, speed, solid, said);
   }
 
-  function animation(source, toy, wide) {
-    const key = `toy ${source.id} ${toy.toy}`, player = playerOf(key, toy);
+  function animation(source, toy, wide, owner) {
+    const key = `toy ${source.id} ${toy.toy}`, player = playerOf(key, toy), title = owner + (toy.title || toy.toy);
     const item = chart({
-      key, title: toy.title || toy.toy, hint: toy.about, wide, height: 400, figure: (context) => figure(toy, context, player),
-      label: () => `Chart: ${toy.title}. Paths: ${toy.paths.map((path) => path.name).join(", ")}. ${toy.points.map(describe).join("; ")}`,
+      key, title, hint: toy.about, wide, height: 400, figure: (context) => figure(toy, context, player),
+      label: () => `Chart: ${title}. Paths: ${toy.paths.map((path) => path.name).join(", ")}. ${toy.points.map(describe).join("; ")}`,
       rows: () => TABLES[toy.toy](toy),
     });
     return {
       ...item,
       make: () => {
         const card = item.make();
-        card.inner.plot.after(makeControls(card, toy.title));
+        card.inner.plot.after(makeControls(card, title));
         watch.observe(card.inner.plot);
         return card;
       },
@@ -262,12 +262,12 @@
     };
   }
 
-  function escapes(source, toy) {
+  function escapes(source, toy, owner) {
     const noises = [...new Set(toy.rows.map((row) => row.noise))], sharp = toy.points.find(isMinimum);
     return noises.map((noise) => {
       const rows = toy.rows.filter((row) => row.noise === noise);
       return chart({
-        key: `escapes ${source.id} ${noise}`, title: `Who leaves the sharp minimum: noise ${plain(noise)}`,
+        key: `escapes ${source.id} ${noise}`, title: `${owner}Who leaves the sharp minimum: noise ${plain(noise)}`,
         hint: `${commas(rows[0].seeds)} walks per point, 95% intervals; long run ${fraction(rows[0].long_run)}`,
         figure: (context) => escapesFigure(rows, sharp && 2 / sharp.eigenvalues[0], context),
         label: () => `Chart: fraction of walks that end in the flat minimum, with noise ${noise}, by learning rate`,
@@ -284,9 +284,10 @@
 
   function toys(sources) {
     const found = visible(sources).flatMap((source) => (source.toys || []).map((toy) => [source, toy]));
+    const owner = (source) => (sources.length > 1 ? `${source.name}: ` : "");
     return [
-      ...found.map(([source, toy]) => animation(source, toy, found.length === 1)),
-      ...found.filter(([, toy]) => toy.toy === "minima").flatMap(([source, toy]) => escapes(source, toy)),
+      ...found.map(([source, toy]) => animation(source, toy, found.length === 1, owner(source))),
+      ...found.filter(([, toy]) => toy.toy === "minima").flatMap(([source, toy]) => escapes(source, toy, owner(source))),
     ];
   }
 
