@@ -27,7 +27,9 @@ def view_learning(found: Any, problems: list[str]) -> dict[str, Any] | None:
         "metric": text(found.get("metric"), 40) or "error",
         "sizes": sizes,
         "fit": _fit(found.get("fit")),
-        "check": {**held, "up_to": number(check.get("up_to")), "sizes": _rows(check.get("sizes"))} if (held := _fit(check)) else None,
+        "check": {**held, "up_to": number(check.get("up_to")), "sizes": _rows(check.get("sizes"))}
+        if (held := _fit(check))
+        else None,
         "predictions": _rows(found.get("predictions")),
         "target": number(target.get("error")),
         "said": {name: [text(line, 400) for line in _list(said.get(name))[:20]] for name in _PARTS},
