@@ -13,7 +13,8 @@ from harness.processes import paceline
 from paceline.status import Status
 
 FOLDER = Path("runs/learning-curve-fashion-mnist-mini")
-CURVE = ("learning-curve", "fashion-mnist-mini", "--model", "linear", "--sizes", "100,200,400", "--seeds", "2", "--epochs", "2")
+SMALL = ("--model", "linear", "--sizes", "100,200,400", "--seeds", "2", "--epochs", "20")
+CURVE = ("learning-curve", "fashion-mnist-mini", *SMALL)
 
 
 @pytest.fixture(autouse=True)

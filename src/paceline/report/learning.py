@@ -22,12 +22,14 @@ def view_learning(found: Any, problems: list[str]) -> dict[str, Any] | None:
     if len(sizes) < len(listed) or not sizes:
         problems.append(f"learning-curve.json: {len(listed) - len(sizes)} of {len(listed)} sizes cannot be read")
     check, target = _object(found.get("check")), _object(found.get("target"))
-    said, held = _object(found.get("said")), _fit(check)
+    said = _object(found.get("said"))
     view = {
         "metric": text(found.get("metric"), 40) or "error",
         "sizes": sizes,
         "fit": _fit(found.get("fit")),
-        "check": held and {**held, "up_to": number(check.get("up_to")), "sizes": _rows(check.get("sizes"))},
+        "check": {**held, "up_to": number(check.get("up_to")), "sizes": _rows(check.get("sizes"))}
+        if (held := _fit(check))
+        else None,
         "predictions": _rows(found.get("predictions")),
         "target": number(target.get("error")),
         "said": {name: [text(line, 400) for line in _list(said.get(name))[:20]] for name in _PARTS},

@@ -102,3 +102,17 @@ def test_sizes_near_chance_are_left_out():
 def test_a_power_law_is_rarely_taken_for_chance(noise):
     dropped = sum(bool(drop_near_chance(curve(3, -0.35, 0.02, noise=noise, draw=draw), None)) for draw in range(100))
     assert dropped <= 8
+
+
+def test_a_curve_that_would_need_a_negative_floor_is_the_best_pure_power_law():
+    m, y = np.array([100.0, 200, 400, 800]), np.array([0.5, 0.45, 0.35, 0.2])
+    found = fit([Point(int(size), (error,)) for size, error in zip(m, y, strict=True)])
+    assert found.c == 0
+    weights = 1 / (found.a * m**found.b) ** 2
+
+    def squares(b: float) -> float:
+        x = m**b
+        return float(np.sum(weights * (y - x * np.sum(weights * x * y) / np.sum(weights * x * x)) ** 2))
+
+    best = min(np.linspace(-2, -0.02, 500), key=squares)
+    assert found.b == pytest.approx(best, abs=0.008)
