@@ -33,6 +33,7 @@ VERBS = {
     "scale": ("paceline.scale.verb", "Measure images/s on 1, 2, 4 ... workers, how far that is from linear, and why."),
     "evaluate": ("paceline.evaluate", "Evaluate a trained model on its validation data, or on other data."),
     "predict": ("paceline.predict", "Write a trained model's predictions to a file, in sample order."),
+    "landscape": ("paceline.landscape.verb", "Draw the loss around a model, along its training, or between two models."),
     "sharpness": ("paceline.sharpness.verb", "Measure how sharp a trained model's minimum is: Keskar, SAM, the Hessian."),
     "lr-find": ("paceline.lr_find.verb", "Recommend a learning rate from a short run in which it grows."),
     "runs": ("paceline.runs", "List records: status, accuracy, images/s."),
@@ -41,14 +42,19 @@ VERBS = {
     "plan": ("paceline.plan.verb", "Predict images/s, time and cost on 1 to 4096 workers of a cluster, from a record."),
     "advise": ("paceline.advise.verb", "Say how many workers are worth it, from the noise in the gradients."),
     "rehearse": ("paceline.rehearse", "Measure what N workers would do to accuracy, on the one worker you have."),
+    "learning-curve": ("paceline.learning_curve.verb", "Measure error against data size; predict what more data would give."),
     "study": ("paceline.study.verb", "Train arms x seeds from a TOML file; print a table with spreads and verdicts."),
+    "toys": ("paceline.toys_verb", "Run SGD on two tiny problems with exact answers, to watch it move in a report."),
     "data": ("paceline.data.verb", "List, fetch or verify the built-in data sets."),
     "completion": ("paceline.completion", "Print a script that completes commands in bash, zsh or fish."),
     "doctor": ("paceline.doctor.verb", "Say in ten lines whether this machine will train well, and what to fix."),
 }
 """The module and the one-line summary of each verb."""
 
-_TRAINING = ("train", "evaluate", "predict", "sharpness", "lr-find", "scale", "advise", "rehearse", "study")
+_TRAINING = (
+    *("train", "evaluate", "predict", "landscape", "sharpness", "lr-find", "scale", "advise", "rehearse", "learning-curve"),
+    "study",
+)
 
 _EXAMPLES = """examples:
   paceline train fashion-mnist-mini --workers 2
@@ -56,10 +62,12 @@ _EXAMPLES = """examples:
   torchrun --nproc-per-node 4 -m paceline train fashion-mnist
   paceline evaluate runs/demo
   paceline predict runs/demo --to predictions.npz
+  paceline landscape runs/demo
   paceline sharpness runs/demo
   paceline lr-find my_task.py
   paceline study my_study.toml
   paceline rehearse fashion-mnist --workers 64
+  paceline learning-curve fashion-mnist --target-error 0.05
   paceline scale fashion-mnist --workers 1,2,4
   paceline runs
   paceline report runs/demo

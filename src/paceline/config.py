@@ -47,6 +47,7 @@ class Config(RemembersGiven):
         Role.LAUNCH,
         Role.PLACE,
         Role.WHOLE_RUN,
+        Role.BY_SIZE,
         parse=parse_workers_schedule,
         metavar="EPOCH:WORKERS...",
     )
@@ -88,8 +89,11 @@ class Config(RemembersGiven):
     shapes that do not match are listed."""
     set: Settings = _data(Settings(), Role.MODEL, Role.COMMON, metavar="KEY=VALUE")  # noqa: RUF009 (it cannot change)
     """A value for a parameter of task() in your task file, such as --set width=64; repeatable."""
-    train_samples: int = _data(0, Role.MODEL, Role.STATE, at_least=0)
-    """Train on the first N samples only (0: all)."""
+    train_samples: int = _data(0, Role.MODEL, Role.STATE, Role.BY_SIZE, at_least=0)
+    """Train on N samples only (0: all)."""
+    subset: Literal["first", "random"] = _data("first", Role.MODEL, Role.STATE, Role.BY_SIZE)
+    """Which samples --train-samples takes: the first ones, or random ones that follow from --seed, in proportion to labels if
+    these are known. A smaller random subset is part of every larger one."""
     pixels: Literal["standard", "unit"] = _data("standard", Role.MODEL, Role.IMAGES)
     """Scale pixels to mean 0 and standard deviation 1 (standard) or to [0, 1] (unit)."""
     crop: int = _data(0, Role.MODEL, Role.IMAGES, Role.AUGMENT, at_least=0)
@@ -120,6 +124,7 @@ class Config(RemembersGiven):
         Role.METHOD,
         Role.SEVERAL_PARTS,
         Role.COMMON,
+        Role.BY_SIZE,
         parse=parse_batch_schedule,
         metavar="EPOCH:BATCH...",
     )
@@ -130,7 +135,7 @@ class Config(RemembersGiven):
     """With --batch-schedule: phases whose V parts would have fewer samples than this are cut into fewer parts."""
     batch_lr_power: float = _batch(0.25, Role.MODEL, Role.METHOD, at_least=0, at_most=1)
     """With --batch-schedule: the learning rate in a phase is multiplied by (its batch / the largest batch) to this power."""
-    batch_noise_ratio: float | None = _batch(None, Role.MODEL, Role.METHOD, more_than=0)
+    batch_noise_ratio: float | None = _batch(None, Role.MODEL, Role.METHOD, Role.BY_SIZE, more_than=0)
     """With --batch-schedule auto: the batch doubles when the noise scale is more than this many times the batch (default 0.25
     for muon, which makes good use of large batches, and 2 for all others)."""
     accumulate: int = _batch(1, Role.MODEL, Role.METHOD, at_least=1)
@@ -211,11 +216,11 @@ class Config(RemembersGiven):
 
     epochs: int = _run(5, Role.MODEL, Role.LENGTH, Role.COMMON, at_least=1)
     """Epochs to train, at most. With --resume, a larger number than before extends a run, finished or not."""
-    max_steps: int = _run(0, Role.MODEL, Role.LENGTH, Role.WHOLE_RUN, at_least=0)
+    max_steps: int = _run(0, Role.MODEL, Role.LENGTH, Role.WHOLE_RUN, Role.BY_SIZE, at_least=0)
     """Stop after N steps (0: no limit)."""
-    target_accuracy: float = _run(0.0, Role.TIMING, Role.STOP, Role.WHOLE_RUN, at_least=0, at_most=1)
+    target_accuracy: float = _run(0.0, Role.TIMING, Role.STOP, Role.WHOLE_RUN, Role.BY_SIZE, at_least=0, at_most=1)
     """Stop when validation accuracy reaches this (0: no target) in --patience epochs in a row."""
-    patience: int = _run(1, Role.TIMING, Role.STOP, Role.WHOLE_RUN, at_least=1)
+    patience: int = _run(1, Role.TIMING, Role.STOP, Role.WHOLE_RUN, Role.BY_SIZE, at_least=1)
     """How many epochs in a row must reach --target-accuracy."""
     monitor: str = _run("", Role.TIMING, Role.STOP, Role.WHOLE_RUN, metavar="METRIC")
     """The validation metric that decides which epoch is best: accuracy, loss, or any other that the task reports (default:
@@ -259,6 +264,11 @@ class Config(RemembersGiven):
     """How many checkpoints to keep."""
     save_best: bool = _record(False, Role.OPERATION, Role.STOP, Role.WHOLE_RUN)
     """Save the weights of the best epoch, by --monitor, in best.safetensors (with --ema, the averaged weights)."""
+    snapshots: int = _record(0, Role.OPERATION, Role.WHOLE_RUN, at_least=0)
+    """Save the parameters at N evenly spaced steps of the run, from before the first to after the last, in bf16 (0: off)."""
+    watch_layers: int = _record(0, Role.OPERATION, Role.WHOLE_RUN, at_least=0)
+    """Every N steps, record each layer's gradient norm and how far the step moved its weights, as a fraction of their norm (0:
+    off)."""
     profile: bool = _record(False, Role.OPERATION, Role.WHOLE_RUN)
     """Write a timeline of a few steps on all workers into the record: forward, backward, every bucket's all-reduce."""
     log_every: int = _record(10, Role.OPERATION, at_least=1)
@@ -297,11 +307,13 @@ class Config(RemembersGiven):
             raise UsageError(
                 "one-cycle warms up by itself (--peak-at): use --schedule cosine, linear or constant with a warm-up"
             )
-        if self.local_steps and (self.sam_rho or self.measure_noise or self.lr_rule == "adascale"):
+        if self.local_steps and (self.sam_rho or self.measure_noise or self.watch_layers or self.lr_rule == "adascale"):
             raise UsageError(
-                "--local-steps cannot be combined with --sam-rho, --measure-noise or --lr-rule adascale: parts that train by"
-                " themselves have no common gradient"
+                "--local-steps cannot be combined with --sam-rho, --measure-noise, --watch-layers or --lr-rule adascale: parts"
+                " that train by themselves have no common gradient"
             )
+        if self.snapshots == 1:
+            raise UsageError("--snapshots is 1: it must be 0 or at least 2, the first step and the last are among them")
         if self.patience > 1 and "target_accuracy" not in self.given:
             raise UsageError(
                 f"--patience {self.patience} does nothing without --target-accuracy: it counts the epochs in a row that reach"

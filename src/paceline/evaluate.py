@@ -36,9 +36,14 @@ def add_request(parser: argparse.ArgumentParser) -> None:
         help="train, the name of a validation set, or a function that returns data: FILE.py:FUNCTION or MODULE:FUNCTION [the"
         " validation data]",
     )
+    add_weights_and_workers(parser)
+
+
+def add_weights_and_workers(parser: argparse.ArgumentParser, workers: str = "workers to start on this node [1]") -> None:
+    """Add what all verbs share that look at a trained model."""
     parser.add_argument("--weights", default="last", choices=WEIGHTS, help="weights of the last or of the best epoch [last]")
     parser.add_argument("--task", default="", metavar="TASK", help="the task, if it is no longer where the record says")
-    parser.add_argument("--workers", type=int, metavar="N", help="workers to start on this node [1]")
+    parser.add_argument("--workers", type=int, metavar="N", help=workers)
     backends = ("auto", "nccl", "gloo", "mpi")
     parser.add_argument("--backend", default="auto", choices=backends, help="how workers communicate [auto]")
     parser.add_argument("--runs-dir", default=Config.runs_dir, metavar="DIR", help="folder of the records [runs]")
@@ -86,7 +91,8 @@ def make_request(options: dict[str, Any]) -> "Request":
 
 def to_flags(options: dict[str, Any]) -> list[str]:
     """The arguments for a worker's command line."""
-    given = {name: value for name, value in options.items() if name != "record" and value not in (None, "", False)}
+    left_out = [name for name, value in options.items() if name == "record" or value is None or value is False or value == ""]
+    given = {name: value for name, value in options.items() if name not in left_out}
     flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in given.items()]
     return [options["record"], *flags]
 

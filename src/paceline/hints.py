@@ -110,7 +110,7 @@ TABLE = {
     "dataset data data-path data-root data-folder": (
         "the task, which is the first argument, chooses the data; {data_dir} is the folder to search first for a built-in task"
     ),
-    "limit subset max-train-samples num-samples": "use {train_samples=N} (train on the first N samples only)",
+    "limit max-train-samples num-samples": "use {train_samples=N} (train on the first N samples only)",
     "fold folds k-fold kfold num-folds cv": (
         "cross-validation is not available: let task(fold) in your task file choose the samples, and train with {set=fold=0},"
         " then {set=fold=1} and so on"

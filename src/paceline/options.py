@@ -44,6 +44,7 @@ class Role(StrEnum):
     SEVERAL_PARTS = "needs a step of several parts: the one worker that a rehearsal compares with cannot have it"
     IMAGES = "for built-in image tasks only: a user's own task prepares its own data and loss"
     WHOLE_RUN = "for a run that trains to its end: `paceline scale` stops after some windows of steps"
+    BY_SIZE = "a learning curve sets it for each data size, or it would end runs early: it cannot be given there"
     COMMON = "most runs need it: `--help` lists it; the other options are in `--help-all`"
 
 

@@ -3,12 +3,13 @@
     config.toml        the resolved configuration; `--recipe` reads it back
     environment.json   versions, hardware, launcher, command, git revision, the contract
     metrics.jsonl      append-only rows: "kind": "step" every few steps, "epoch" once per epoch, "health" with the components of
-                       a step's time, "note", "resume" and "join" (other workers take over) for events (`read_metrics` drops
-                       rows that a resumed run repeated)
+                       a step's time, "layers" (--watch-layers), "note", "resume" and "join" (other workers take over) for
+                       events (`read_metrics` drops rows that a resumed run repeated)
     timeline.json      with --profile: a few steps of all workers, in Chrome's trace format
     scale.json         written by `paceline scale`, in a record of its own
     course.csv         time,val_accuracy: one line per epoch
     checkpoints/       where a resumed run starts from
+    snapshots/         with --snapshots: the parameters at evenly spaced steps
     model.safetensors  the trained weights, under the bare model's own names
     best.safetensors   with --save-best: those of the best epoch
     tracker.json       with --tracker: the tracker's own id of the run

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 CHROMIUM = "/usr/bin/chromium"
+WEBGL = ("--use-gl=angle", "--use-angle=swiftshader", "--enable-unsafe-swiftshader")  # on the CPU
 FASTER = "--no-enable-lazy-source-positions"  # V8 would parse plotly's script twice: 1.3 s per page instead of 0.8
 
 
@@ -32,7 +33,7 @@ def browser(kept_processes: set[int]) -> Iterator["Browser"]:
         pytest.skip(f"needs {CHROMIUM}: tools/install_system_packages.sh")
     before = children(os.getpid()).keys()
     with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", f"--js-flags={FASTER}"])
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", f"--js-flags={FASTER}", *WEBGL])
         kept_processes |= children(os.getpid()).keys() - before
         yield chromium
         chromium.close()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.pages import make_landscape, make_scale, make_timeline, make_train
+from harness.pages import make_landscapes, make_scale, make_sharpness, make_timeline, make_train
 from paceline.records import COMPONENTS
 from paceline.report.page import write_report
 
@@ -21,9 +21,9 @@ DRAWN = "() => [...document.querySelectorAll('.plot')].every(plot => plot.queryS
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One page with everything: two runs (one with a timeline and a landscape), a scaling record and a study."""
+    """One page with everything: two runs (one with a timeline, landscapes and its sharpness), a scaling record and a study."""
     folder = tmp_path_factory.mktemp("report")
-    first = make_landscape(make_timeline(make_train(folder / "first")))
+    first = make_sharpness(make_landscapes(make_timeline(make_train(folder / "first"))))
     timeline = json.loads((first / "timeline.json").read_text())
     timeline["paceline"]["buckets"][0]["parameters"] = [f"blocks.{place}.weight" for place in range(12)]
     (first / "timeline.json").write_text(json.dumps(timeline))
@@ -48,7 +48,7 @@ def test_every_section_is_drawn_and_reachable_by_keyboard(page: "Page", report: 
     page.wait_for_function(DRAWN)
     heads = page.locator("h2").all_inner_texts()
     assert heads[:5] == ["Curves", "Study", "Scaling", "Differences", "Where a step's time went"]
-    assert heads[5:] == ["Timeline", "Loss surface", "Notes and problems", "Environment"]
+    assert heads[5:] == ["Timeline", "Loss surface", "Sharpness", "Notes and problems", "Environment"]
     assert len(traces(page, "loss")) == 4  # training and validation of both
     colors = [trace["line"]["color"] for trace in traces(page, "m-accuracy")]
     assert len(set(colors)) == 2
@@ -63,7 +63,7 @@ def test_every_section_is_drawn_and_reachable_by_keyboard(page: "Page", report: 
         const at = document.activeElement;
         return [at.dataset.focus || at.id || at.tagName, getComputedStyle(at).outlineStyle];
     }"""
-    for _ in range(120):
+    for _ in range(160):
         page.keyboard.press("Tab")
         name, outline = page.evaluate(focused)
         if name == "BODY":  # past the last one

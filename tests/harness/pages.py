@@ -1,7 +1,8 @@
 """Records for pages, written without training: plain files in the formats of real runs."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +109,125 @@ def make_timeline(path: Path) -> Path:
     return path
 
 
-def make_landscape(path: Path) -> Path:
-    """Add a bowl-shaped loss surface to a run."""
-    side = [-1.0, -0.5, 0.0, 0.5, 1.0]
-    loss = [[0.4 + x * x + y * y for x in side] for y in side]
-    (path / "landscape.json").write_text(json.dumps({"x": side, "y": side, "loss": loss, "about": "two directions"}))
+def make_layers(path: Path, names: Sequence[str] = ("stem", "body.0", "body.1", "head")) -> Path:
+    """Add twelve rows about layers to a run: each moves ten times as fast as the one before, the last one not at all."""
+    ratios = [10.0 ** (number - 5) for number in range(len(names) - 1)] + [0.0]
+    about = {"names": list(names), "gradient_norm": [0.5] * len(names), "update_ratio": ratios}
+    with (path / "metrics.jsonl").open("a") as file:
+        for step in range(5, 65, 5):
+            row = {"kind": "layers", "step": step, "epoch": (step - 1) // 20 + 1, "time_s": step / 20, **about}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def make_landscapes(path: Path, kinds: Sequence[str] = ("line", "plane", "path", "between")) -> Path:
+    """Add loss surfaces to a run: landscape/line-0.json, plane-0.json, path.json and between-large.json."""
+    names = {"line": "line-0", "plane": "plane-0", "between": "between-large"}
+    (path / "landscape").mkdir(exist_ok=True)
+    for kind in kinds:
+        (path / "landscape" / f"{names.get(kind, kind)}.json").write_text(json.dumps(landscape(kind)))
+    return path
+
+
+def landscape(kind: str, side: int = 31) -> dict[str, Any]:
+    """What a landscape file holds: a valley that bends, with walls that a linear color scale would hide it under."""
+    across = [index * 2 / (side - 1) - 1 for index in range(side)]
+    if kind in ("line", "between"):
+        x = [(place + 1) * 0.75 - 0.25 for place in across] if kind == "between" else across
+        if kind == "line":
+            train = [0.09 + 6 * place * place + 0.3 * math.sin(6 * place) ** 2 for place in x]
+        else:
+            train = [0.12 + 1.4 * math.exp(-(((place - 0.5) / 0.17) ** 2)) + 0.5 * (place - 0.5) ** 2 for place in x]
+        sets = {"train": _measures(train), "validation": _measures([loss * 1.05 + 0.14 for loss in train])}
+        ends = {"ends": ["demo", "large"]} if kind == "between" else {}
+        about = "Loss on the line between two models." if ends else "Loss along one random direction, scaled per filter."
+        return {"kind": kind, "about": about, "x": x, "sets": sets, **ends, **MEASURED}
+    y = list(across)
+    if kind == "path":
+        across, y = [2.5 + 7 * place for place in across], [0.5 + 3 * place for place in y]
+    rows = [[_valley(place, height, kind) for place in across] for height in y]
+    shifted = [[_valley(place + 0.1, height, kind) + 0.12 for place in across] for height in y]
+    sets = {"train": _grid(rows), "validation": _grid(shifted)}
+    found = {"kind": kind, "x": across, "y": y, "sets": sets, **MEASURED}
+    if kind == "plane":
+        return {**found, "about": "Loss in the plane of two random directions, scaled per filter."}
+    about = "The paths of two runs in the plane of their two widest directions."
+    return {**found, "about": about, "explained": [0.71, 0.18], "paths": [_run("small", 1), _run("large", -1)]}
+
+
+MEASURED = {
+    **{"samples": {"train": 1000, "validation": 1000}, "seed": 0, "precision": "bf16", "statistics": "recorded"},
+    **{"weights": "model", "time_s": 12.5, "workers": 2, "environment": {}},
+}
+
+
+def _valley(x: float, y: float, kind: str) -> float:
+    if kind == "path":
+        x, y = x / 7, y / 3
+    bend = y - 0.6 * x * x
+    return 0.09 + 1.3 * x * x + 9 * bend * bend + 0.12 * math.sin(5 * x) ** 2 + 0.02 * math.exp(5.2 * (x * x + y * y) ** 0.5)
+
+
+def _measures(loss: list[float]) -> dict[str, list[float]]:
+    return {"loss": loss, "accuracy": [max(0.1, math.exp(-0.9 * each)) for each in loss]}
+
+
+def _grid(rows: list[list[float]]) -> dict[str, list[list[float]]]:
+    found = [_measures(row) for row in rows]
+    return {"loss": [row["loss"] for row in found], "accuracy": [row["accuracy"] for row in found]}
+
+
+def _run(name: str, side: int) -> dict[str, Any]:
+    """A run that comes down the valley from far away, and ends at the middle or beside it."""
+    steps = list(range(0, 260, 20))
+    left = [math.exp(-step / 70) for step in steps]
+    end = 0.0 if side > 0 else 1.2
+    x = [end + (7.5 - end) * each for each in left]
+    y = [side * 1.4 * each + 0.25 * math.sin(step / 25) * each for each, step in zip(left, steps, strict=True)]
+    loss = [_valley(a, b, "path") for a, b in zip(x, y, strict=True)]
+    return {"name": name, "step": steps, "x": x, "y": y, "loss": loss, "off": [1.5 * each for each in left]}
+
+
+def make_sharpness(path: Path, times: float = 1.0) -> Path:
+    """Add sharpness.json to a run, with curvatures that are `times` as large as those of another."""
+    (path / "sharpness.json").write_text(json.dumps(sharpness(times)))
+    return path
+
+
+def sharpness(times: float = 1.0) -> dict[str, Any]:
+    """What sharpness.json holds: most of the spectrum near zero, a few large eigenvalues."""
+    top = [times * each for each in (84.0, 41.0, 30.5, 12.0, 9.5)]
+    x = [times * (index * 0.6 - 6) for index in range(170)]
+    widths = [(0.0, 1.2 * times, 1.0), *((each, 0.8 * times, 2e-4) for each in top)]
+    y = [sum(share * math.exp(-(((place - at) / wide) ** 2) / 2) / wide for at, wide, share in widths) for place in x]
+    keskar = [
+        {"space": space, "epsilon": epsilon, "sharpness": times * value}
+        for space, epsilon, value in (("full", 1e-3, 21.5), ("full", 5e-4, 8.25), ("subspace", 1e-3, 2.125))
+    ]
+    hessian = {"top": top, "trace": 412.0 * times, "trace_error": 18.0, "vectors": 10, "density": {"x": x, "y": y}}
+    rises = {"sam": {"rho": 0.05, "rise": 0.031 * times}, "adaptive": {"rho": 0.5, "rise": 0.044 * times}}
+    return {"samples": 1000, "loss": 0.0912, "keskar": keskar, **rises, "hessian": hessian, "environment": {}}
+
+
+def make_toys(path: Path) -> Path:
+    """Toys with a small surface, two paths and one row each."""
+    path.mkdir(parents=True)
+    side = [-2.0, -1.0, 0.0, 1.0, 2.0]
+    surface = {"x": side, "y": side, "z": [[x * x + y * y for x in side] for y in side]}
+    point = {"name": "minimum", "x": 0.0, "y": 0.0, "value": 0.0, "eigenvalues": [2.0, 2.0]}
+    t = list(range(0, 101, 10))
+    path_ = {"t": t, "x": [2 - s / 50 for s in t], "y": [1.0] * len(t), "z": [(2 - s / 50) ** 2 + 1 for s in t]}
+    shared = {"about": "a bowl", "axes": ["x", "y"], "clock": "steps", **surface, "points": [point]}
+    shared["paths"] = [{"name": "one", **path_}, {"name": "two", **path_, "y": [-1.0] * len(t)}]
+    line = {"batch": 1, "steps": 100, "distance": 0.5, "sd": 0.1, "excess": 0.25}
+    escape = {"optimizer": "SGD", "noise": 1.0, "row_lr": 0.1, "lr": 0.1, "momentum": 0.0, "effective_lr": 0.1, "seeds": 10}
+    escape |= {"flat": 0.5, "low": 0.2, "high": 0.8, "diverged": 0, "long_run": 0.9}
+    heavy = {**escape, "optimizer": "momentum", "momentum": 0.9, "lr": 0.01, "flat": 0.25, "low": 0.1}
+    toys = [
+        {"toy": "line", "title": "Line fit", "log": True, **shared, "rows": [line]},
+        {"toy": "minima", "title": "Sharp and flat minimum", "most": 4.0, **shared, "rows": [escape, heavy]},
+    ]
+    (path / "toys.json").write_text(json.dumps({"kind": "toys", "toys": toys, "environment": {"cores": 2}}))
     return path
 
 

@@ -42,6 +42,7 @@ class Watcher:
     notes: list[str] = field(default_factory=list)
     healths: list[dict[str, Any]] = field(default_factory=list)
     timelines: list[dict[str, Any]] = field(default_factory=list)
+    layers_rows: list[dict[str, Any]] = field(default_factory=list)
     phases: list[dict[str, Any]] = field(default_factory=list)
 
     def start(self, contract: Any) -> None: ...
@@ -51,6 +52,9 @@ class Watcher:
 
     def step(self, row: Any) -> None:
         self.steps.append(dict(row))
+
+    def layers(self, row: Any) -> None:
+        self.layers_rows.append(dict(row))
 
     def validating(self, epoch: int, done: int, total: int) -> None: ...
 

@@ -6,6 +6,7 @@ Each world runs every case once; what it ends with must not depend on how many w
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from paceline.data.loaders import Arrays
 from paceline.dist.world import World
 from paceline.errors import UsageError
 from paceline.training.build import build
+from paceline.training.snapshots import list_snapshots
 from paceline.training.task import Task, classify
 
 PARTS = 5
@@ -186,6 +188,27 @@ def test_exact_mode_gives_the_same_bits_for_any_number_of_workers() -> None:
         for worker in run_workers(exact, workers):
             for case, trained in worker.items():
                 assert_equal(alone[case], trained, f"{case}, {workers} workers")
+
+
+def looked_at(world: World, folder: Path) -> dict[str, Any]:
+    """What a run ends with that keeps snapshots and looks at its layers, beside the same run without."""
+    found = {}
+    for name, options in (("plain", {}), ("looked at", {"snapshots": 4, "watch_layers": 3})):
+        record = folder / name
+        trained = train_in(world, pictures(), {"reduce": "exact", **options}, record / "checkpoints")
+        files = {path.name: path.read_bytes() for _, path in list_snapshots(record)}
+        found[name] = trained.result.model_sha256, numbers(trained.watcher.layers_rows), files
+    return found
+
+
+def test_snapshots_and_watched_layers_keep_the_bits_and_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
+    (alone,) = run_workers(looked_at, 1, tmp_path / "1")
+    sha256, rows, files = alone["looked at"]
+    assert alone["plain"] == (sha256, [], {})
+    assert ([row["step"] for row in rows], len(files)) == ([3, 6], 4)
+    main, other = run_workers(looked_at, 2, tmp_path / "2")
+    assert main == alone
+    assert other["looked at"][0] == sha256
 
 
 FEW = {"max_steps": 3, "epochs": 1, "base_lr": 0.02, "check_every": 1}

@@ -28,6 +28,7 @@ else:
         (UNKNOWN_MODEL, {"torch"}),
         ("import paceline.plan.plan, paceline.advise.advise", {"torch"}),
         ("import paceline.report.page, paceline.report.read", {"torch", "plotly"}),
+        ("import paceline.toys", {"torch"}),
         ("import paceline.board.board", {"torch", "starlette", "uvicorn", "plotly"}),
     ],
 )
@@ -43,7 +44,9 @@ def test_importing_it_loads_nothing_heavy(code: str, heavy: set[str]) -> None:
         ["train", "fashion-mnist", "--epochs", "0"],
         ["trian"],
         ["study", "missing.toml"],
+        ["toys", "--seeds", "0"],
         ["rehearse", "fashion-mnist"],
+        ["learning-curve", "fashion-mnist", "--sizes", "5"],
     ],
 )
 def test_help_and_mistakes_load_nothing_heavy(argv: list[str]) -> None:

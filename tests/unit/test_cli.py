@@ -97,6 +97,9 @@ OPTIONS = frozenset(field.name for field in dataclasses.fields(Config))
             "--train-samples is 6001: task fashion-mnist-mini has",
         ),
         (("train", "fashion-mnist-mini", "--crop", "29"), "--crop is 29: images of fashion-mnist-mini are 28 x 28 pixels"),
+        (("train", "fashion-mnist-mini", "--subset", "rndom", "--train-samples", "9"), "did you mean 'random'?"),
+        (("learning-curv", "x"), "unknown verb 'learning-curv': did you mean 'learning-curve'?"),
+        (("learning-curve",), "the following arguments are required: TASK"),
         (("train",), "the following arguments are required: TASK"),
         (("data", "lst"), "invalid choice: 'lst'"),
         (("data", "verify", "fashion-mnist-mni"), "did you mean 'fashion-mnist-mini'?"),
@@ -105,6 +108,9 @@ OPTIONS = frozenset(field.name for field in dataclasses.fields(Config))
         (("stdy", "x.toml"), "unknown verb 'stdy': did you mean 'study'?"),
         (("study",), "the following arguments are required: FILE"),
         (("study", "x.toml", "--mni"), "unknown flag --mni: did you mean --mini?"),
+        (("toy",), "unknown verb 'toy': did you mean 'toys'?"),
+        (("toys", "--seds", "3"), "unknown flag --seds: did you mean --seeds?"),
+        (("toys", "--toy", "lines"), "invalid choice: 'lines'"),
         (("rehears", "x"), "unknown verb 'rehears': did you mean 'rehearse'?"),
         (("rehearse",), "the following arguments are required: TASK"),
         (("rehearse", "fashion-mnist-mini", "--epoch", "3"), "unknown flag --epoch: did you mean --epochs?"),
@@ -390,6 +396,7 @@ def test_under_another_launcher_the_worker_that_failed_first_prints_its_error(ca
         (("train", "--help-all"), ("TASK", "--recipe", *(flag(f.name) for f in dataclasses.fields(Config)))),
         (("data", "--help"), ("list", "fetch", "verify", "--data-dir")),
         (("doctor", "--help"), ("usage: paceline doctor",)),
+        (("toys", "--help"), ("--toy", "--seed", "--seeds", "--steps", "--lr", "--rates", "--noise", "--momentum", "--name")),
         (
             ("study", "--help"),
             ("FILE", "--runs-dir", "--out", "--seeds", "--set", "--only", "--per-device", "--mini", "--table"),
@@ -473,7 +480,7 @@ def test_exit_is_named_where_the_user_called_it():
         exit(3)
 
 
-@pytest.mark.parametrize("verb", ["study", "plan", "runs", "doctor"])
+@pytest.mark.parametrize("verb", ["study", "plan", "runs", "doctor", "toys"])
 def test_help_all_of_a_verb_without_more_options_is_its_help(capsys, verb):
     with pytest.raises(SystemExit) as caught:
         cli.run([verb, "--help-all"])

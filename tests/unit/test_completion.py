@@ -19,10 +19,13 @@ def test_every_verb_is_there_with_its_flags():
     assert {"--no-flip", "--help-all", "--recipe"} < found["train"]
     assert "--seeds" in found["rehearse"]
     assert "--seed" not in found["rehearse"], "hidden there"
+    assert {"--sizes", "--seeds", "--name"} < found["learning-curve"]
+    assert not {"--seed", "--train-samples"} & found["learning-curve"], "hidden there"
     assert "--slot" not in found["study"]
     assert "--resume" not in found["scale"]
     assert {"--from", "--to", "--steps"} < found["lr-find"]
     assert "--base-lr" not in found["lr-find"], "it finds it"
+    assert {"--toy", "--seeds", "--noise"} < found["toys"]
 
 
 def test_choices_are_known():
@@ -33,6 +36,7 @@ def test_choices_are_known():
     assert values["--recipe"] == tuple(packaged_recipes())
     assert values["--model"] == tuple(names())
     assert values["--epochs"] == ()
+    assert {name: each.values for each in verbs["toys"].flags for name in each.names}["--toy"] == ("line", "minima", "all")
     assert verbs["train"].words == ("fashion-mnist", "fashion-mnist-mini")
     assert verbs["data"].words == ("list", "fetch", "verify")
     takes = {name: each.takes_value for each in verbs["train"].flags for name in each.names}

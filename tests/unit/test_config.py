@@ -58,7 +58,7 @@ def values(name: str) -> st.SearchStrategy[Any]:
         }
         return special.get(name, st.text(plain))
     if int in (kind, *typing.get_args(kind)):
-        return st.integers(1, 1000)
+        return st.integers(2 if name == "snapshots" else 1, 1000)  # one snapshot is an error
     if name == "timeout_s":
         return st.floats(1, 1e7)
     return st.floats(0, 1, exclude_min=True, exclude_max=True)

@@ -239,6 +239,31 @@ def test_the_cost_of_a_join_is_the_committed_result() -> None:
     assert f"{words}n = {one['n']})" in squeeze(page("batches"))
 
 
+def test_the_learning_curve_is_the_committed_result() -> None:
+    from paceline.learning_curve.outcome import make_outcome, words
+
+    results, said = json.loads((ROOT / "studies" / "results" / "learning-curve.json").read_text()), page("learning-curve")
+    found = results["learning_curve"]
+    shown = said.split("<!-- learning-curve: begin -->")[1].split("<!-- learning-curve: end -->")[0]
+    assert [line.strip() for line in shown.strip().splitlines()] == [line.strip() for line in words(found).splitlines()]
+    sizes = [row["samples"] for row in found["sizes"]]
+    again = make_outcome(results, sizes, chance=found["chance"], target=found["target"]["error"])
+    assert again["said"] == found["said"], "the committed fit is what this version fits"
+    assert " ".join(results["environment"]["command"]) in said
+
+
+def test_the_steps_of_small_sizes_are_the_committed_result() -> None:
+    said = page("learning-curve")
+    for model, rows in result("learning_curve_steps")["models"].items():
+        for samples in {row["samples"] for row in rows if row["rule"] != "same epochs"}:
+            cells = [
+                f"{row['best']['mean']:.4f} ± {row['best']['sd']:.4f} ({row['steps']:,} steps)"
+                for row in rows
+                if row["samples"] == samples
+            ]
+            assert f"| {model} | {samples:,} | {' | '.join(cells)} |" in said
+
+
 def test_readme_and_laws_page_name_the_same_laws() -> None:
     names = [re.findall(r"^\d\. \*\*(.+?)\.\*\*", text, re.M) for text in ((ROOT / "README.md").read_text(), page("laws"))]
     assert names[0] == names[1]

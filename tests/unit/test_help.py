@@ -6,6 +6,7 @@ import pytest
 
 from paceline import cli
 from paceline.config import Config, names_with
+from paceline.learning_curve.verb import SET_HERE
 from paceline.options import Role
 
 FIELDS = frozenset(field.name for field in dataclasses.fields(Config))
@@ -15,6 +16,7 @@ HIDDEN = {
     "advise": frozenset[str](),
     "rehearse": names_with(Role.STUDY) - {"runs_dir"} | {"workers_schedule"},
     "scale": names_with(Role.WHOLE_RUN) - {"mode"},  # its own --mode
+    "learning-curve": SET_HERE - {"name"},  # its own --name
 }
 
 
@@ -60,6 +62,7 @@ def test_help_all_lists_every_option(verb, show):
 @pytest.mark.parametrize("verb", HIDDEN)
 def test_a_verb_has_its_own_flags_in_its_help(verb, show):
     own = {"train": "", "advise": "--cluster --speed", "rehearse": "--seeds --margin", "scale": "--mode --windows"}
+    own["learning-curve"] = "--sizes --target-error --least-steps"
     out = show(verb, "--help")[1]
     assert all(f"  {name} " in out for name in ["--recipe", *own[verb].split()])
 

@@ -27,11 +27,14 @@ from paceline.status import Status
 
 MARKS = frozenset(
     {
-        *("metrics.jsonl", "environment.json", "config.toml", "result.json", "course.csv", "timeline.json", "landscape.json"),
-        *("scale.json", "study.json", "results.json"),
+        *("metrics.jsonl", "environment.json", "config.toml", "result.json", "course.csv", "timeline.json", "sharpness.json"),
+        *("scale.json", "study.json", "results.json", "toys.json"),
     }
 )
 """Files that make a folder a record."""
+
+FOLDERS = ("landscape",)
+"""Folders whose time is a mark of their record too: it changes when a file in them is added or replaced."""
 
 Summary = dict[str, Any]
 
@@ -225,7 +228,7 @@ class _Folder:
     path: Path
     depth: int
     marks: tuple[tuple[str, int, int], ...] = ()
-    """(name, time, size) of each file that makes it a record."""
+    """(name, time, size) of each file that makes it a record, and of `FOLDERS` in it."""
     mtime_ns: int = -1
     children: set[str] = field(default_factory=set)
     summary: Summary | None = None
@@ -258,7 +261,10 @@ class _Folder:
             with os.scandir(self.path) as entries:
                 seen = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
             names = {name for name, is_folder in seen if is_folder and not name.startswith(".")}
-            found = _marks(self.path, sorted(name for name, _ in seen if name in MARKS))
+            marked = sorted(name for name, _ in seen if name in MARKS)
+            found = _marks(
+                self.path, [*marked, *(name for name, is_folder in seen if marked and is_folder and name in FOLDERS)]
+            )
         changed = found != self.marks
         newest = max([self.mtime_ns, *(mark[1] for mark in found)])
         if time.time_ns() - newest < _LIVELY_S * 1e9 if first else changed:
@@ -287,6 +293,6 @@ def _leads_elsewhere(record: Path, names: list[str], root: Path) -> str:
             if not path.resolve().is_relative_to(root):
                 return f"not read: {name} is a link that leads out of the board's folder"
             about = os.stat(path)
-        if not stat.S_ISREG(about.st_mode):
+        if not stat.S_ISREG(about.st_mode) and not (name in FOLDERS and stat.S_ISDIR(about.st_mode)):
             return f"not read: {name} is not a regular file"
     return ""

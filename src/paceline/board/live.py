@@ -158,7 +158,8 @@ class Live:
             begin = time.monotonic()
             source = await aside(_read_source, path, browser.name_of(id), followed.end) | {"id": id}
             followed.read_s = time.monotonic() - begin
-            followed.head = {name: value for name, value in source.items() if name not in ("series", "timeline", "landscape")}
+            large = ("series", "layers", "timeline", "landscapes", "toys")
+            followed.head = {name: value for name, value in source.items() if name not in large}
         return _event("source", {"id": id, "headline": browser.headline(), "source": source})
 
     async def _rows(self, browser: "_Browser", update: "_Rows") -> str:

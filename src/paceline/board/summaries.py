@@ -35,6 +35,9 @@ def read_summary(path: AnyPath) -> dict[str, Any]:
     try:
         if kind == "train":
             _fill_train(line, path)
+        elif kind == "toys":
+            source = read_source(path)
+            line |= {"status": source["status"], "when": source["when"], "task": "toys"}
         elif kind in ("scale", "study"):
             source = read_source(path)
             view = source[kind] or {}

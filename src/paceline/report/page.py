@@ -30,7 +30,8 @@ POLICY = (
 SCRIPTS = (
     *("state.js", "words.js", "nodes.js", "charts.js", "axes.js"),  # state, text, elements, cards with a chart, their axes
     "phases.js",  # the columns of a run
-    *("curves.js", "steps.js", "scaling.js", "timeline.js", "study.js", "landscape.js"),  # sections with charts
+    *("curves.js", "steps.js", "layers.js", "scaling.js", "timeline.js", "study.js", "learning.js"),  # sections with charts
+    *("surface.js", "landscape.js", "sharpness.js", "toys.js"),
     *("overview.js", "page.js"),  # sections without charts; puts the sections on the page
 )
 """The scripts of the report and of the board, in the order they load: each uses those before it."""

@@ -1,4 +1,4 @@
-"""A record, a scaling record or a study as one JSON-able dict: the source that the page and the board draw.
+"""A record, a scaling record, a study or toys as one JSON-able dict: the source that the page and the board draw.
 
 Records come from runs that were killed, from full disks and from other programs. So `read_source` never raises: it lists what
 it could not read in `problems` and returns the rest. Nothing here writes, not even a lock file.
@@ -18,6 +18,8 @@ from paceline.output import plural
 from paceline.phases import batch_words
 from paceline.records import unit_of
 from paceline.report.confined import AnyPath
+from paceline.report.landscapes import view_landscapes, view_sharpness
+from paceline.report.learning import view_learning
 from paceline.report.series import (
     Columns,
     Metrics,
@@ -30,10 +32,21 @@ from paceline.report.series import (
     text,
     thin,
 )
-from paceline.report.sources import STUDY_FILES, folder_of, is_running, kind_of, read_file, read_object, status_of
+from paceline.report.sources import (
+    LEARNING_FILE,
+    SHARPNESS,
+    STUDY_FILES,
+    folder_of,
+    is_running,
+    kind_of,
+    read_file,
+    read_object,
+    status_of,
+)
 from paceline.report.summary import summarize, tone
-from paceline.report.tables import order_components, view_landscape, view_scale, view_study
+from paceline.report.tables import order_components, view_scale, view_study
 from paceline.report.timeline import view_timeline
+from paceline.report.toys import view_toys
 from paceline.status import Status
 from paceline.study.results import check_results
 from paceline.toml import read_toml
@@ -65,7 +78,8 @@ def read_source(path: AnyPath, end: int | None = None) -> dict[str, Any]:
         "joins": [],
         "batch": "",
         "workers": "",
-        **dict.fromkeys(("where", "scale", "timeline", "study", "landscape")),
+        "landscapes": [],
+        **dict.fromkeys(("where", "layers", "scale", "timeline", "study", "learning", "sharpness", "toys")),
         "notes": [],
         "problems": [],
     }
@@ -77,6 +91,8 @@ def read_source(path: AnyPath, end: int | None = None) -> dict[str, Any]:
                 _fill_scale(source, path)
             case "study":
                 _fill_study(source, path)
+            case "toys":
+                _fill_toys(source, path)
             case _:
                 _fill_unknown(source, path)
     except Exception as error:  # one unexpected record must not break the page of the other runs
@@ -125,10 +141,12 @@ def _fill_train(source: dict[str, Any], path: AnyPath, end: int | None) -> None:
     source["notes"] = metrics.notes
     source["last"] = _last(metrics, result)
     source["where"] = _step_times(metrics.health)
+    source["layers"] = metrics.layers.view()
     if (path / "timeline.json").is_file():
         source["timeline"] = view_timeline(read_file(path / "timeline.json", problems), problems)
-    if (path / "landscape.json").is_file():
-        source["landscape"] = view_landscape(read_file(path / "landscape.json", problems), problems)
+    source["landscapes"] = view_landscapes(path, problems)
+    if (path / SHARPNESS).is_file() and (found := read_object(path / SHARPNESS, problems)):
+        source["sharpness"] = view_sharpness(found, problems)
 
 
 def _fill_growth(source: dict[str, Any], metrics: Metrics, facts: Mapping[str, Any], steps: float | None) -> None:
@@ -179,6 +197,7 @@ def _fill_study(source: dict[str, Any], path: AnyPath) -> None:
         return
     view = source["study"] = view_study(results, source["problems"])
     source["name"] = view["name"] or source["name"]
+    source["learning"] = view_learning(_learning(path, results, source["problems"]), source["problems"])
     about = _object(results.get("environment"))
     source["environment"], source["when"] = _environment(about), text(about.get("when"), 40) or None
     running = path.is_dir() and any(map(is_running, path.glob("*/metrics.jsonl")))
@@ -186,16 +205,36 @@ def _fill_study(source: dict[str, Any], path: AnyPath) -> None:
     source["status"] = Status.RUNNING if running else Status.DONE if whole else Status.INCOMPLETE
 
 
+def _learning(path: AnyPath, results: Mapping[str, Any], problems: list[str]) -> Any:
+    """The learning curve of a study's results: in the same file, or next to it."""
+    if path.is_file():
+        return results.get("learning_curve")
+    file = path / LEARNING_FILE
+    found = read_object(file, problems) if file.is_file() else {}
+    if found and found.get("study") != results["study"]:
+        problems.append(f"{LEARNING_FILE} is not shown: it was made with other options; run paceline learning-curve to its end")
+        return None
+    return found.get("learning_curve")
+
+
+def _fill_toys(source: dict[str, Any], path: AnyPath) -> None:
+    found = read_object(path if path.is_file() else path / "toys.json", source["problems"])
+    source["toys"] = view_toys(found, source["problems"])
+    about = _object(found.get("environment"))
+    source["environment"], source["when"] = _environment(about), text(about.get("when"), 40) or None
+    source["status"] = Status.DONE if source["toys"] else Status.UNKNOWN
+
+
 def _fill_unknown(source: dict[str, Any], path: AnyPath) -> None:
     if not path.exists():
         source["problems"].append("no such file or folder")
     elif path.is_dir():
         source["problems"].append(
-            "not a record: it has none of metrics.jsonl, environment.json, result.json, scale.json and study.json"
+            "not a record: it has none of metrics.jsonl, environment.json, result.json, scale.json, study.json and toys.json"
         )
     else:
         read_file(path, source["problems"])
-        source["problems"] = source["problems"] or ["JSON, but neither study results nor a scaling measurement"]
+        source["problems"] = source["problems"] or ["JSON, but neither study results nor a scaling measurement nor toys"]
 
 
 def _error(status: str, result: Mapping[str, Any]) -> dict[str, str] | None:

@@ -21,7 +21,9 @@ _LONGEST_NAME = 80
 _AXES = ("step", "epoch", "time_s")  # these only grow, so their extremes are the ends of a bin
 _MOST_NOTES = 200
 _MOST_PHASES = 1_000
+_MOST_LAYERS, _MOST_LAYER_ROWS = 400, 500
 _MOST_JOINS = 1_000
+_OF_LAYERS = ("update_ratio", "gradient_norm")
 _OF_A_PHASE = ("step", "epoch", "global_batch", "virtual_workers")
 _OF_A_JOIN = ("step", "epoch", "workers", "was", "join_s")
 
@@ -72,12 +74,65 @@ class Columns:
 
 
 @dataclass
+class LayerRows:
+    """The rows of kind "layers" (`--watch-layers`), all or every n-th: n doubles when there are twice as many as are shown."""
+
+    names: list[str] = field(default_factory=list)
+    count: int = 0
+    """Layers of the model: `names` has at most `_MOST_LAYERS` of them, evenly spread."""
+    _kept: list[int] = field(default_factory=list)
+    _rows: list[tuple[dict[str, float | None], dict[str, "array[float]"]]] = field(default_factory=list)
+    _seen: int = 0
+    _every: int = 1
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Append a row; one that does not fit the first is left out."""
+        lists = [each for name in ("names", *_OF_LAYERS) if isinstance(each := row.get(name), list)]
+        if len(lists) < 3 or not lists[0] or len({len(each) for each in lists}) > 1 or number(row.get("step")) is None:
+            return
+        names, *columns = lists
+        if not self.names:
+            self.count = len(names)
+            self._kept = _spread(len(names), _MOST_LAYERS)
+            self.names = [text(names[index], 200) for index in self._kept]
+        if len(names) != self.count:
+            return
+        self._seen += 1
+        if (self._seen - 1) % self._every:
+            return
+        values = {
+            name: array("d", (_or_nan(each[index]) for index in self._kept))
+            for name, each in zip(_OF_LAYERS, columns, strict=True)
+        }
+        self._rows.append(({name: number(row.get(name)) for name in _AXES}, values))
+        if len(self._rows) >= 2 * _MOST_LAYER_ROWS:
+            self._rows, self._every = self._rows[::2], 2 * self._every
+
+    def drop_after(self, step: float) -> None:
+        """Leave out the rows that a run resumed at this step writes again."""
+        self._rows = [row for row in self._rows if (row[0]["step"] or 0) <= step]
+
+    def view(self) -> dict[str, Any] | None:
+        """The table for the page, one line per layer; None without rows."""
+        rows = [self._rows[index] for index in _spread(len(self._rows), _MOST_LAYER_ROWS)]
+        if not rows:
+            return None
+        table = {
+            name: [[_rounded(values[name][line]) for _, values in rows] for line in range(len(self.names))]
+            for name in _OF_LAYERS
+        }
+        places = {name: [place[name] for place, _ in rows] for name in _AXES}
+        return {"names": self.names, "count": self.count, **places, **table}
+
+
+@dataclass
 class Metrics:
     """The contents of a metrics.jsonl."""
 
     step: Columns = field(default_factory=Columns)
     epoch: Columns = field(default_factory=Columns)
     health: Columns = field(default_factory=Columns)
+    layers: LayerRows = field(default_factory=LayerRows)
     phases: list[dict[str, float]] = field(default_factory=list)
     """The phases of a batch schedule so far: the steps and epochs before each, its global batch and its parts."""
     joins: list[dict[str, float]] = field(default_factory=list)
@@ -99,6 +154,8 @@ def read_metrics_columns(path: AnyPath, end: int | None = None) -> Metrics:
         kind = row["kind"]
         if kind in tables:
             tables[kind].add(row)
+        elif kind == "layers":
+            found.layers.add(row)
         elif kind == "phase" and len(found.phases) < _MOST_PHASES:
             found.phases += phase_of(row)
         elif kind == "note" and len(found.notes) < _MOST_NOTES:
@@ -108,6 +165,7 @@ def read_metrics_columns(path: AnyPath, end: int | None = None) -> Metrics:
             found.notes.append(_resume_note(row))
             for name, columns in tables.items():
                 columns.drop_repeated(name, row["step"], row.get("validated") is True)
+            found.layers.drop_after(row["step"])
             found.phases = [phase for phase in found.phases if not is_repeated("phase", phase["step"], row["step"])]
             found.joins = [join for join in found.joins if not is_repeated("join", join["step"], row["step"])]
         elif kind == "join" and len(found.joins) < _MOST_JOINS:
@@ -232,6 +290,20 @@ def _join_note(row: Mapping[str, Any]) -> str:
     )
     workers = f"{join['was']:,.0f} to {plural(int(join['workers']), 'worker')}"
     return f"join after step {join['step']:,.0f}: {workers} in {join['join_s']:.1f} s ({listed})"
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """All of `count` places, or `most` of them, evenly spread, with the first and the last."""
+    return list(range(count)) if count <= most else [index * (count - 1) // (most - 1) for index in range(most)]
+
+
+def _or_nan(value: Any) -> float:
+    found = number(value)
+    return math.nan if found is None or found < 0 else found
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.3g}") if math.isfinite(value) else None
 
 
 def _extremes(column: "array[float]", low: int, high: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a folder or a file is: a record, a scaling record or a study; its JSON files; and whether a run still writes to it.
+"""What a folder or a file is: a record, a scaling record, a study or toys; its JSON files; and whether a run still writes.
 
 Nothing here raises for a file that is missing or broken, and nothing writes, not even a lock file.
 """
@@ -18,19 +18,28 @@ from paceline.status import Status
 STUDY_FILES = ("study.json", "results.json")
 """The files that may hold a study's results."""
 
+LANDSCAPES = "landscape"
+"""The folder in a record that holds its loss surfaces."""
+
+SHARPNESS = "sharpness.json"
+"""The file of a record that says how sharp its minimum is."""
+
+LEARNING_FILE = "learning-curve.json"
+"""The file of a learning curve in its study's folder."""
+
 _OF_A_RECORD = (
     "metrics.jsonl",
     "environment.json",
     "result.json",
     "config.toml",
     "timeline.json",
-    "landscape.json",
+    SHARPNESS,
     "course.csv",
 )
 
 
 def find_sources(folder: Path) -> list[Path]:
-    """The records, scaling records and studies directly in a folder, the newest last."""
+    """The records, scaling records, studies and toys directly in a folder, the newest last."""
     try:
         with os.scandir(folder) as entries:
             paths = [Path(entry.path) for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
@@ -40,17 +49,21 @@ def find_sources(folder: Path) -> list[Path]:
 
 
 def kind_of(path: AnyPath) -> str:
-    """train, scale, study or unknown, from the files that exist."""
+    """train, scale, study, toys or unknown, from the files that exist."""
     if path.is_file():
         found = read_file(path, [])
         if not isinstance(found, dict):
             return "unknown"
-        return "scale" if found.get("kind") == "scale" else "study" if "study" in found and "runs" in found else "unknown"
+        if found.get("kind") in ("scale", "toys"):
+            return str(found["kind"])
+        return "study" if "study" in found and "runs" in found else "unknown"
     if (path / "scale.json").is_file():
         return "scale"
     if any((path / name).is_file() for name in ("metrics.jsonl", "environment.json", "result.json")):
         return "train"
-    return "study" if any((path / name).is_file() for name in STUDY_FILES) else "unknown"
+    if any((path / name).is_file() for name in STUDY_FILES):
+        return "study"
+    return "toys" if (path / "toys.json").is_file() else "unknown"
 
 
 def is_running(metrics: AnyPath) -> bool:
@@ -76,7 +89,7 @@ def status_of(path: AnyPath, result: Mapping[str, Any]) -> str:
 
 def changed_at(path: AnyPath) -> str | None:
     """When a source last changed: for sources that do not say when they started."""
-    for name in ("metrics.jsonl", "scale.json", *STUDY_FILES, "environment.json", ""):
+    for name in ("metrics.jsonl", "scale.json", *STUDY_FILES, "toys.json", "environment.json", ""):
         try:
             return datetime.fromtimestamp((path / name if name else path).stat().st_mtime, UTC).isoformat(timespec="seconds")
         except OSError:
@@ -86,7 +99,9 @@ def changed_at(path: AnyPath) -> str | None:
 
 def folder_of(path: AnyPath) -> AnyPath:
     """The record that a file belongs to; the path itself if it belongs to none."""
-    return path.parent if path.name in (*_OF_A_RECORD, "scale.json", *STUDY_FILES) and path.is_file() else path
+    if path.parent.name == LANDSCAPES and path.name.endswith(".json") and kind_of(path.parent.parent) == "train":
+        return path.parent.parent
+    return path.parent if path.name in (*_OF_A_RECORD, "scale.json", "toys.json", *STUDY_FILES) and path.is_file() else path
 
 
 def read_object(path: AnyPath, problems: list[str], missing: str = "") -> dict[str, Any]:

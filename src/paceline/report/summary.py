@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from paceline.output import plural
@@ -36,7 +37,7 @@ def headline(sources: Sequence[Mapping[str, Any]]) -> str:
 
 def summarize(source: Mapping[str, Any], *, reason: bool = True) -> str:
     """One record in a sentence, with or without the reason why it failed. It never raises."""
-    about = {"train": _train, "scale": _scale, "study": _study}.get(source["kind"])
+    about = {"train": _train, "scale": _scale, "study": _study, "toys": _toys}.get(source["kind"])
     if about is None:
         return f"{source['name']} cannot be read as a record: see what is missing below."
     try:
@@ -239,6 +240,9 @@ def _study(source: Mapping[str, Any]) -> str:
     said = f"{name} on {study['task']}: {count}, {study['ended']:,}{of} runs"
     if not arms:
         return said + ", no results yet."
+    learning = source.get("learning")
+    if learning and learning["sentence"]:
+        return f"{said}. {learning['sentence']}"
     if study.get("mini"):
         return said + ". A trial with --mini: its numbers mean nothing."
     best = (max if metric == "accuracy" else min)(arms, key=lambda arm: arm["mean"])
@@ -247,6 +251,26 @@ def _study(source: Mapping[str, Any]) -> str:
     order = ("better", "equal", "no worse", "worse", "undecided", "no verdict")
     counted = ", ".join(f"{verdicts[name]} {name}" for name in order if verdicts[name])
     return said + (f". Compared with {study['reference']}: {counted}." if counted else ".")
+
+
+def _toys(source: Mapping[str, Any]) -> str:
+    """What the walks from the sharp minimum came to, at the setting where SGD and momentum differ most."""
+    rows = [row for toy in source["toys"] or [] if toy["toy"] == "minima" for row in toy["rows"]]
+    titles = ", ".join(toy["title"] for toy in source["toys"] or [] if toy["title"])
+    said = f"{source['name']}: {titles or 'no toys'}."
+    pairs = [
+        (plain, heavy)
+        for plain, heavy in pairwise(rows)
+        if plain.get("optimizer") == "SGD" and heavy["row_lr"] == plain["row_lr"] and heavy["noise"] == plain["noise"]
+    ]
+    if not pairs:
+        return said
+    plain, heavy = max(pairs, key=lambda pair: abs(pair[0]["flat"] - pair[1]["flat"]))
+    return (
+        f"{said} With noise {plain['noise']:g} and learning rate {plain['row_lr']:g}, {plain['flat']:.1%} of"
+        f" {plural(plain['seeds'], 'walk')} of SGD left the sharp minimum for the flat one, and {heavy['flat']:.1%} of those"
+        " with momentum at the same lr/(1-mu)."
+    )
 
 
 def _is_number(value: Any) -> bool:

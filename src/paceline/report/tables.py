@@ -1,4 +1,4 @@
-"""Scaling measurements, study results and loss surfaces as the page shows them, with every number checked."""
+"""Scaling measurements and study results as the page shows them, with every number checked."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +10,6 @@ from paceline.report.series import number, short, text
 from paceline.spread import deviation, mean, median
 from paceline.status import Status
 from paceline.study.results import batches_of, compare_arm, difference_words, final_values, legend, spread_words, step_words
-
-_MOST_SIDE = 400  # points along one side of a landscape
 
 
 def view_scale(found: Mapping[str, Any], problems: list[str]) -> dict[str, Any] | None:
@@ -58,25 +56,6 @@ def view_study(results: Mapping[str, Any], problems: list[str]) -> dict[str, Any
         "legend": legend(text(metric), margin, int(number(results.get("per_device")) or 1)),
         "note": text(results.get("note")),
         "mini": results.get("mini") is True or study.get("mini") is True,
-    }
-
-
-def view_landscape(found: Any, problems: list[str]) -> dict[str, Any] | None:
-    """A landscape.json: losses over a grid; None, with a problem, where the sizes do not match."""
-    if not isinstance(found, dict):
-        problems.append("landscape.json is not a landscape")
-        return None
-    x, y, rows = (_list(found.get(name)) for name in ("x", "y", "loss"))
-    loss = [[_rounded(value) for value in row] for row in rows if isinstance(row, list)]
-    fits = x and y and len(loss) == len(y) and all(len(row) == len(x) for row in loss)
-    if not fits or max(len(x), len(y)) > _MOST_SIDE:
-        problems.append(f"landscape.json: the sizes of x, y and loss do not match, or are above {_MOST_SIDE} points per side")
-        return None
-    return {
-        "x": [_rounded(value) for value in x],
-        "y": [_rounded(value) for value in y],
-        "loss": loss,
-        "about": text(found.get("about")),
     }
 
 
@@ -153,11 +132,6 @@ def _arm(results: Mapping[str, Any], arm: str, target: float | None) -> dict[str
         "steps": step_words(results, arm),
         **{name: number(facts.get(name)) for name in ("global_batch", "virtual_workers", "peak_lr")},
     }
-
-
-def _rounded(value: Any) -> float | int | None:
-    found = number(value)
-    return None if found is None else short(found)
 
 
 def _list(value: Any) -> list[Any]:

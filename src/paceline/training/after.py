@@ -30,6 +30,7 @@ from paceline.training import tasks
 from paceline.training.build import Run, build
 from paceline.training.dataset import _DATA, count_samples
 from paceline.training.plain import make_clock, make_step
+from paceline.training.subset import take_samples
 from paceline.training.task import Task, no_objective
 from paceline.training.task_fields import Source, check_data, is_factory
 from paceline.training.trained import WEIGHTS, Trained, put_in, read_trained
@@ -201,7 +202,7 @@ def _choose_data(given: str, task: Task, config: Config, *, predicts: bool) -> t
             f"task {task.name} has no validation data: use --data train, or --data FILE.py:FUNCTION for data of your own"
         )
     if given == TRAIN and TRAIN not in named:
-        return _once(_first(task.train, config.train_samples), config, 0, task.name), "the training data"
+        return _once(_taken(task, config), config, 0, task.name), "the training data"
     if given in named or not given:
         chosen = {name: _once(each, config, 1 + i, task.name) for i, (name, each) in enumerate(named.items())}
         if given:
@@ -244,12 +245,12 @@ def _once(source: Any, config: Config, number: int, task: str, given: str = "") 
     return make
 
 
-def _first(source: Any, count: int) -> Any:
-    """The samples that a run with `--train-samples` was trained on."""
+def _taken(task: Task, config: Config) -> Callable[[], Any]:
+    """A function that makes the training data of a run, also of one with `--train-samples`."""
 
     def make() -> Any:
-        made = source() if is_factory(source) else source
-        return made.first(count) if count and isinstance(made, Arrays) else made
+        made = cast(Callable[[], Any], task.train)() if is_factory(task.train) else task.train
+        return take_samples(check_data(task.name, TRAIN, made), config, task.name)
 
     return make
 

@@ -31,7 +31,7 @@ from paceline.dist.agree import check_agreement, fingerprints
 from paceline.dist.process import die_with_parent
 from paceline.dist.world import World
 from paceline.errors import UsageError, WorkersDisagree
-from paceline.output import plural
+from paceline.training.subset import take_samples
 from paceline.training.task import Task, validation_sources
 from paceline.training.task_fields import Data, check_data, check_length, is_factory
 
@@ -74,14 +74,7 @@ def load_data(task: Task, config: Config, world: World) -> tuple[Data, dict[str,
         digest.update(fingerprints(facts.values()).numpy().tobytes())
         if not isinstance(data, Arrays):
             digest.update(repr(_agree_on_items(data, which, config, world)).encode())
-    if config.train_samples:
-        if not isinstance(train, Arrays):
-            fix = "Stream(..., samples=N)" if isinstance(train, Stream) else "torch.utils.data.Subset for your Dataset"
-            raise UsageError(f"--train-samples needs data in Arrays; use {fix} instead")
-        if config.train_samples > count_samples(train):
-            has = plural(count_samples(train), "training sample")
-            raise UsageError(f"--train-samples is {config.train_samples}: task {task.name} has {has}")
-        train = train.first(config.train_samples)
+    train = take_samples(train, config, task.name)
     for field, data in {**checked, _TRAIN: train}.items():
         if not count_samples(data):
             raise UsageError(
@@ -95,6 +88,11 @@ def load_data(task: Task, config: Config, world: World) -> tuple[Data, dict[str,
 def count_samples(data: Data) -> int:
     """The number of samples."""
     return len(cast(Any, data))
+
+
+def make_training(task: Task, config: Config) -> Data:
+    """All training data of a task, as its runs get it, in this process alone."""
+    return _check(task, _TRAIN, _make(dataclasses.replace(task, validation=None), config)[_TRAIN])
 
 
 def _make(task: Task, config: Config) -> dict[str, Any]:

@@ -51,12 +51,12 @@ class Fixed:
         self.model: nn.Module = opened.run.model
         self.names: dict[str, tuple[str, ...]] = {}
         """The objective's metrics in validation, loss first: per set, known after its first evaluation."""
-        self._objective = opened.task.validation_objective or opened.task.objective
+        self.objective = opened.task.validation_objective or opened.task.objective
 
     def values(self, batch: Batch, count: int) -> dict[str, Tensor]:
         """The objective's values for a batch, with a graph for gradients if they are enabled."""
         with self.run.forward.autocast():
-            return self._objective(self.model, batch)
+            return self.objective(self.model, batch)
 
     def loss(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
         """The sum of a batch's losses, each times its weight, and the sum of the weights. Differentiable; no host sync.

@@ -11,10 +11,9 @@ from typing import Any
 from paceline.core.determinism import deterministic
 from paceline.core.parts import Step
 from paceline.dist.agree import check_agreement
-from paceline.dist.messages import Join, is_lost_contact, read_first, send_join
+from paceline.dist.messages import Join, send_join
 from paceline.dist.watch import Watch
-from paceline.errors import Diverged, PacelineError, Stopped, refuse_exit
-from paceline.explanation import explain, note_record
+from paceline.errors import Diverged, Stopped, refuse_exit
 from paceline.output import stages
 from paceline.phases import Phase, is_auto
 from paceline.status import Status
@@ -32,7 +31,7 @@ from paceline.training.monitor import wants_best
 from paceline.training.observers import Observer, Result
 from paceline.training.plain import make_clock, make_step
 from paceline.training.step import Executor
-from paceline.training.telling import Teller
+from paceline.training.telling import Teller, tell_failure
 from paceline.training.terms import describe_phases
 from paceline.training.timing.health import Health
 from paceline.training.timing.profile import Profile
@@ -88,7 +87,7 @@ def fit(
                 send_join(Join(join.workers, join.left_s))
             return result
         except BaseException as error:
-            result = _tell_failure(run, observers, progress, error)
+            result = tell_failure(run, observers, progress, error)
             if teller is not None:
                 teller.end(result, failed=True)
             if isinstance(error, Stopped | Diverged):  # on all workers at once; the first to exit ends the others
@@ -100,19 +99,6 @@ def fit(
     with refuse_exit():
         teller.end(progress.result, failed=False)
     return progress.result
-
-
-def _tell_failure(run: Run, observers: Sequence[Observer], progress: Progress, error: BaseException) -> Result:
-    """Tell the observers what ended the run: the result as far as it went, and why."""
-    stopped = isinstance(error, KeyboardInterrupt | Stopped)
-    status = Status.DIVERGED if isinstance(error, Diverged) else Status.INTERRUPTED if stopped else Status.FAILED
-    about = (is_lost_contact(error) and run.world.failures and read_first(run.world.failures)) or explain(error)
-    result = replace(progress.result, status=status, why=about.why, where=about.where, traceback=about.traceback)
-    for observer in observers:
-        with suppress(PacelineError):  # a full disk must not hide what happened
-            observer.end(result, None)
-            note_record(error, run.contract.record)
-    return result
 
 
 class _Fit:
@@ -158,6 +144,7 @@ class _Fit:
             arrival.reach("resume")
             self.teller.join(arrival.row(run.sampler, progress.step, run.world.size))
         self.teller.start()
+        self.keeper.snapshots.begin(progress.step, self.keeper.resumes)
         for epoch in range(progress.epoch, run.config.epochs):
             self._train_epoch(epoch, executor)
             if self._end_epoch(epoch, validation, averaged):
@@ -186,12 +173,16 @@ class _Fit:
             self.health.before(step.number)
             if self.profile is not None:
                 self.profile.before(step.number)
-            values = executor(step, inputs, (self.keeper.requests(), bool(self.watch and self.watch.stop)))
+            requests = self.keeper.requests(), bool(self.watch and self.watch.stop)
+            with self.teller.layers.around(step.number):
+                values = executor(step, inputs, requests)
             self._tell_steps(meter.push(step.number, values), epoch, begin)
             progress.step += 1
             self.save_requested |= self.keeper.due(progress.step)
             self.check_due |= self._checks_after(progress.step)
-            if isinstance(executor, LocalSteps) and executor.apart:
+            apart = isinstance(executor, LocalSteps) and executor.apart
+            self.keeper.snapshots.after(progress.step, apart)
+            if apart:
                 continue  # in a few steps all parts are equal again: everything that looks at weights waits for that
             if self.check_due:
                 self._check(epoch, self._samples_done(epoch), begin)
@@ -305,11 +296,12 @@ class _Fit:
         return metrics
 
     def _save_last(self, before: Progress) -> None:
-        """Write the checkpoint from which the finished run can be extended. Collective: call on every rank.
+        """Write the last snapshot, and the checkpoint that can extend the finished run. Collective: call on every rank.
 
-        Like all others it is from before the validation, which an extended run repeats: `--max-steps` may have ended the run
-        within an epoch, and a longer run validates only at the end of that epoch.
+        Like all other checkpoints it is from before the validation, which an extended run repeats: `--max-steps` may have ended
+        the run within an epoch, and a longer run validates only at the end of that epoch.
         """
+        self.keeper.snapshots.end(self.progress.step)
         self.step.mark("reduce")  # all workers' statistics are gathered
         if self.keeper.save_last(before):
             self._tell_checkpoint()

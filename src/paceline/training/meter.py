@@ -29,6 +29,24 @@ class EpochMeans:
         return {name: total / self.samples if self.samples else 0.0 for name, total in self.sums.items()}
 
 
+@dataclass
+class Rows:
+    """Means over the steps since the last row."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    count: int = 0
+
+    def add(self, metrics: Mapping[str, float], every: int, last: bool) -> dict[str, float] | None:
+        """Add a step. Returns a row after `every` steps, or now if `last`: at an epoch's end, or where the schedule bends."""
+        self.sums = {name: self.sums.get(name, 0.0) + value for name, value in metrics.items()}
+        self.count += 1
+        if self.count < every and not last:
+            return None
+        means = {name: total / self.count for name, total in self.sums.items()}
+        self.sums, self.count = {}, 0
+        return means
+
+
 class Meter:
     """The metrics of each step, read a few steps late on a GPU, so that the host does not wait for them.
 

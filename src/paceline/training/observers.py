@@ -22,6 +22,7 @@ from paceline.output import plural, try_say, warn
 from paceline.records import Record, environment
 from paceline.status import Status
 from paceline.toml import read_toml, to_toml
+from paceline.training.layers import FarLayers
 from paceline.training.monitor import describe_best
 from paceline.training.progress import Pace, join_words, phase_words
 from paceline.training.timing.health import describe, judge
@@ -90,24 +91,6 @@ class Result:
         return cls(**{"status": Status.FAILED, "metrics": {}, **kept})
 
 
-@dataclass
-class Rows:
-    """Means over the steps since the last row."""
-
-    sums: dict[str, float] = field(default_factory=dict)
-    count: int = 0
-
-    def add(self, metrics: Mapping[str, float], every: int, last: bool) -> Row | None:
-        """Add a step. Returns a row after `every` steps, or now if `last`: at an epoch's end, or where the schedule bends."""
-        self.sums = {name: self.sums.get(name, 0.0) + value for name, value in metrics.items()}
-        self.count += 1
-        if self.count < every and not last:
-            return None
-        means = {name: total / self.count for name, total in self.sums.items()}
-        self.sums, self.count = {}, 0
-        return means
-
-
 class Observer(Protocol):
     """What the loop calls during a run."""
 
@@ -119,6 +102,9 @@ class Observer(Protocol):
 
     def step(self, row: Row) -> None:
         """Every `log_every` steps, at the end of an epoch, and where the learning rate bends or jumps."""
+
+    def layers(self, row: Row) -> None:
+        """With `--watch-layers`, every N steps: each layer's gradient norm and update-to-weight ratio."""
 
     def validating(self, epoch: int, done: int, total: int) -> None:
         """When rank 0 starts chunk `done` (from 1) of its `total` chunks of a validation."""
@@ -222,6 +208,9 @@ class Recorder:
     def step(self, row: Row) -> None:
         self._record.row({"kind": "step", **row})
 
+    def layers(self, row: Row) -> None:
+        self._record.row({"kind": "layers", **row})
+
     def validating(self, epoch: int, done: int, total: int) -> None:
         pass
 
@@ -264,6 +253,7 @@ class Printer:
         self._failed, self._silent = failed, False
         """Called once, when printing fails; whether it has failed."""
         self._pace, self._workers, self._record = Pace(), 1, ""
+        self._far = FarLayers("")
         self._told_s = 0.0
         """When progress of a validation was last shown."""
         self._reported: tuple[str, ...] | None = None
@@ -272,6 +262,7 @@ class Printer:
 
     def start(self, contract: Contract) -> None:
         self._pace.start(contract)
+        self._far = FarLayers(contract.optimizer)
         self._workers, self._record = contract.workers, contract.record
         if not contract.lines():
             return
@@ -299,6 +290,11 @@ class Printer:
             what, done, total, left = self._pace.describe(row)
             # Not rich: its thread redraws ten times a second, which takes time from the step.
             self._show(what, done, total, f"loss {row['loss']:.4f}", f"about {left} left")
+
+    def layers(self, row: Row) -> None:
+        """Print only which layers move much faster or more slowly than the others, and are new."""
+        for line in self._far.lines(row):
+            self._line(f"health: {line}")
 
     def _show(self, what: str, done: int, total: int, *more: str) -> None:
         """Replace the progress line. On a narrow terminal leave out the bar, then what comes after it: a line must not wrap."""

@@ -43,6 +43,7 @@ def check_options(config: Config) -> None:
         "local_steps": config.local_steps,
         "clip_norm": config.clip_norm,
         "gradient_noise": config.gradient_noise,
+        "watch_layers": config.watch_layers,
         "parts_at_once": config.parts_at_once > 1,
     }
     if config.precision == "fp16":

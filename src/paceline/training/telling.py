@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ import torch
 from paceline.core.carrier import PAYLOAD, REQUESTS
 from paceline.core.noise import adascale_gain, noise_scale
 from paceline.core.parts import Step
-from paceline.errors import RecordError
+from paceline.dist.messages import is_lost_contact, read_first
+from paceline.errors import Diverged, PacelineError, RecordError, Stopped
+from paceline.explanation import explain, note_record
+from paceline.status import Status
 from paceline.training.build import Run
 from paceline.training.checkpoint.file import path_of
 from paceline.training.checkpoint.keeper import FOLDER, Progress
 from paceline.training.divergence import check_step_loss
 from paceline.training.hook_calls import HookCalls
+from paceline.training.layers import LayerWatch
 from paceline.training.observers import Observer, Result
 from paceline.training.scaler import Skips, read_report
 
@@ -29,6 +34,8 @@ class Teller:
     def __init__(self, run: Run, observers: Sequence[Observer], progress: Progress) -> None:
         self._run, self._observers, self._progress = run, observers, progress
         self.hooks = HookCalls(run)
+        reads = run.world.is_main or any(hooks.every_rank for hooks in run.hooks)
+        self.layers = LayerWatch(run.model, run.update.norms, run.config.watch_layers if reads else 0)
         self._corners = run.update.schedule.corners()
         self._skips = Skips(self.say) if run.update.scaler is not None else None
         self._noise_scale: float | None = None
@@ -54,6 +61,7 @@ class Teller:
             metrics, weight = run.forward.read(step, values)
             save, stop = values[PAYLOAD - REQUESTS : PAYLOAD]
             saves, stops = saves or save > 0, stops or stop > 0
+            layers = self.layers.read(step)
             if self._skips is not None and self._skips.read(values, metrics, step, step + 1 == end):
                 continue
             check_step_loss(run, progress, metrics["loss"], step, epoch)
@@ -67,6 +75,8 @@ class Teller:
             row = progress.rows.add(metrics | noise, run.config.log_every, step + 1 == end or step in self._corners)
             if row is not None:
                 self._step_row({**row, **self._read_scale(values)}, step, epoch, begin)
+            if layers is not None:
+                self._layers_row(layers, step, epoch, begin)
             if self.hooks.has("on_step"):
                 known, lr = self._explain(metrics | noise, run.update.lr(step))
                 self.hooks.call("on_step", step=step + 1, epoch=epoch + 1, lr=lr, metrics=known)
@@ -84,6 +94,13 @@ class Teller:
         for observer in self._observers:
             observer.step(row)
         self.hooks.row({"kind": "step", **row})
+
+    def _layers_row(self, layers: Mapping[str, Any], step: int, epoch: int, begin: float) -> None:
+        time_s = self._progress.train_time_s + time.perf_counter() - begin
+        row = {"step": step + 1, "epoch": epoch + 1, "time_s": time_s, **layers}
+        for observer in self._observers:
+            observer.layers(row)
+        self.hooks.row({"kind": "layers", **row})
 
     def phase(self, step: Step, why: str) -> None:
         """A phase of the batch schedule begins with this step."""
@@ -189,3 +206,16 @@ class Teller:
             state = torch.tensor((variance, square), dtype=torch.float64)
             found["gain"] = float(adascale_gain(state, self._run.sampler.global_batch, self._run.config.reference_batch))
         return found, lr * found.get("gain", 1.0)
+
+
+def tell_failure(run: Run, observers: Sequence[Observer], progress: Progress, error: BaseException) -> Result:
+    """Tell the observers what ended the run: the result as far as it went, and why."""
+    stopped = isinstance(error, KeyboardInterrupt | Stopped)
+    status = Status.DIVERGED if isinstance(error, Diverged) else Status.INTERRUPTED if stopped else Status.FAILED
+    about = (is_lost_contact(error) and run.world.failures and read_first(run.world.failures)) or explain(error)
+    result = replace(progress.result, status=status, why=about.why, where=about.where, traceback=about.traceback)
+    for observer in observers:
+        with suppress(PacelineError):  # a full disk must not hide what happened
+            observer.end(result, None)
+            note_record(error, run.contract.record)
+    return result

@@ -157,7 +157,7 @@ class Tracker:
     def _send(self, rows: Sequence[Mapping[str, Any]]) -> None:
         assert self._library is not None
         for row in rows:
-            if row["kind"] in ("phase", "join"):  # the step rows have a phase's batch
+            if row["kind"] in ("phase", "join", "layers"):  # the step rows have a phase's batch; layers are in the report
                 continue
             kind = "epoch" if row["kind"] == "epoch" else "step"
             if row["step"] <= self._sent.get(kind, -1):

@@ -12,6 +12,7 @@ from paceline.core.noise import Noise
 from paceline.core.schedules import Schedule
 from paceline.training.ema import Ema
 from paceline.training.gradients import Jitter
+from paceline.training.layers import GradientNorms
 from paceline.training.plain_state import find_changes, merge, snapshot
 from paceline.training.rates import Rates
 from paceline.training.scaler import Scaler
@@ -35,6 +36,7 @@ class Update:
         self._clip_norm, self._reference_batch = config.clip_norm, config.reference_batch
         self._adascale = noise if config.lr_rule == "adascale" else None
         self._jitter = Jitter(trained, config.gradient_noise, config.seed) if config.gradient_noise else None
+        self.norms = GradientNorms(trained) if config.watch_layers else None
         self.ema = Ema(model, config.ema) if config.ema else None
         self.is_own = config.optimizer == "own"
         """Whether the task makes the optimizer."""
@@ -81,6 +83,8 @@ class Update:
         """The optimizer's step. `averages=False` leaves the averaged weights alone."""
         if self.scaler is not None:
             self.scaler.unscale(self._parameters)
+        if self.norms is not None:
+            self.norms.take()
         if self._clip_norm:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         if self._jitter is not None:

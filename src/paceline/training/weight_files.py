@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from paceline.config import Config
 from paceline.dist.tensors import broadcast_tensors
 from paceline.dist.world import World
-from paceline.errors import PacelineError, UsageError, first_line, reason
-from paceline.records import find_record
+from paceline.errors import PacelineError, RecordError, UsageError, first_line, reason
+from paceline.records import find_record, read_result
+from paceline.status import Status
 
 MODEL = "model.safetensors"
 
@@ -136,6 +137,9 @@ def _describe_lack(record: Path, name: str) -> str:
         return f"{record} has no {name}: train with --save-best to keep the weights of the best epoch"
     if not any((record / each).exists() for each in ("config.toml", "metrics.jsonl", "result.json")):
         return f"{record} is not a record: it has no {name}"
+    with suppress(RecordError):
+        if read_result(record).get("status") == Status.DIVERGED:
+            return f"{record} has no {name}: its run diverged, so no weights were kept"
     return f"{record} has no {name}: the run is not finished; finish it with paceline train TASK --resume {record}"
 
 

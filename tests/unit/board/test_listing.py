@@ -254,3 +254,22 @@ def test_a_tail_of_nothing_begins_when_there_is_something(tmp_path: Path) -> Non
     assert tail.read() == []
     (tmp_path / "metrics.jsonl").write_bytes(b'{"kind": "step", "step": 1}\n')
     assert tail.read() is None  # the whole record is read again
+
+
+def test_a_landscape_that_is_added_or_replaced_changes_its_record(tmp_path: Path) -> None:
+    run = small_run(tmp_path, "run")
+    (run / "landscape").mkdir()
+    (tmp_path / "landscape").mkdir()  # a folder of this name is no record
+    settle(tmp_path)
+    listing = Listing(tmp_path)
+    listing.look()
+    assert ids(listing) == ["run"]
+    before = listing.marks("run")
+    (run / "landscape" / "plane-0.json").write_text("{}")
+    listing.look(everything=True)
+    assert listing.marks("run") != before
+    shutil.rmtree(run / "landscape")
+    (run / "landscape").symlink_to("/etc")
+    listing.look(everything=True)
+    assert [mark[0] for mark in listing.marks("run")] == ["result.json"]
+    assert listing.knows("run")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.pages import make_growing, make_landscape, make_scale, make_timeline, make_train
+from harness.pages import make_growing, make_landscapes, make_scale, make_timeline, make_train
 from paceline.board.summaries import read_summary
 from paceline.report.read import read_source
 from paceline.report.sources import find_sources
@@ -24,7 +24,7 @@ def demo(tmp_path: Path) -> Path:
 
 
 def test_a_complete_record(demo: Path) -> None:
-    source = read_source(make_landscape(make_timeline(demo)))
+    source = read_source(make_landscapes(make_timeline(demo)))
     assert (source["kind"], source["name"], source["status"], source["tone"]) == ("train", "demo", "done", "good")
     assert source["problems"] == []
     assert source["notes"] == ["all workers agree"]
@@ -37,7 +37,7 @@ def test_a_complete_record(demo: Path) -> None:
     assert source["where"]["components_s"]["compute"] == 0.02
     assert source["where"]["slowest"] == 1
     assert source["timeline"]["steps"][0]["step"] == 21
-    assert source["landscape"]["x"][0] == -1
+    assert source["landscapes"][1]["x"][0] == -1
     assert source["summary"].startswith("demo trained cnn on fashion-mnist-mini with 2 workers")
     json.dumps(source, allow_nan=False)
 
@@ -101,17 +101,22 @@ BROKEN = {
         "environment.json",
         "result.json",
         "timeline.json",
-        "landscape.json",
+        "landscape/path.json",
+        "sharpness.json",
         "scale.json",
         "study.json",
+        "learning-curve.json",
+        "toys.json",
         "x.json",
     ],
 )
 def test_no_broken_file_stops_the_page(demo: Path, name: str, content: bytes) -> None:
-    make_landscape(make_timeline(demo))
-    if name in ("scale.json", "study.json"):
+    make_landscapes(make_timeline(demo))
+    if name in ("scale.json", "study.json", "learning-curve.json", "toys.json"):
         shutil.rmtree(demo)
         demo.mkdir()
+    if name == "learning-curve.json":
+        shutil.copy(STUDY, demo / "study.json")
     (demo / name).write_bytes(content)
     source = read_source(demo / name if name == "x.json" else demo)
     assert source["problems"], "a broken file must be listed"
@@ -121,7 +126,8 @@ def test_no_broken_file_stops_the_page(demo: Path, name: str, content: bytes) ->
 
 
 def test_a_pipe_or_a_folder_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(make_train(tmp_path / "r") / "landscape.json")
+    os.mkfifo(make_landscapes(make_train(tmp_path / "r")) / "landscape" / "a.json")
+    os.mkfifo(tmp_path / "r" / "sharpness.json")
     for name in ("metrics.jsonl", "result.json"):
         (tmp_path / "r" / name).unlink()
         os.mkfifo(tmp_path / "r" / name)

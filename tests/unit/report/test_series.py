@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.records import read_metrics
-from paceline.report.series import MOST_ROWS, Columns, number, read_metrics_columns, short, text, thin
+from paceline.report.series import MOST_ROWS, Columns, LayerRows, number, read_metrics_columns, short, text, thin
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -172,3 +173,67 @@ def test_text_has_no_control_characters_and_is_cut() -> None:
     assert text("a\x1b[31m\nb") == "a [31m b"
     assert len(text("x" * 1_000_000)) < 3_000
     assert text(None) == ""
+
+
+def layers(at: int, *ratios: Any, **fields: Any) -> dict[str, Any]:
+    names = [f"conv{number}" for number in range(len(ratios))]
+    about = {"names": names, "gradient_norm": [1.0] * len(ratios), "update_ratio": list(ratios)}
+    return {**step(at), "kind": "layers", **about, **fields}
+
+
+def test_layers_become_one_line_each(tmp_path: Path) -> None:
+    found = read_metrics_columns(write(tmp_path / "m", layers(5, 0.001, None), layers(10, 0.00123456, 0.0))).layers.view()
+    assert found == {
+        "names": ["conv0", "conv1"],
+        "count": 2,
+        "step": [5, 10],
+        "epoch": [1, 1],
+        "time_s": [0.5, 1.0],
+        "update_ratio": [[0.001, 0.00123], [None, 0.0]],
+        "gradient_norm": [[1, 1], [1, 1]],
+    }
+    assert read_metrics_columns(write(tmp_path / "m", step(1))).layers.view() is None
+
+
+def test_rows_of_layers_that_are_damaged_or_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    bad: list[Any] = [
+        layers(1, 0.1, names="conv0"),
+        layers(1, 0.1, names=None),
+        layers(1, 0.1, update_ratio=[0.1, 0.2]),
+        layers(1, 0.1, gradient_norm={"conv0": 1}),
+        layers(1),
+        {"kind": "layers", "names": ["a"], "gradient_norm": [1], "update_ratio": [1]},
+        {"kind": "layers", "step": 3},
+        '{"kind": "layers", "step": 3, "names": ["a"',
+    ]
+    good = layers(4, 0.1, 0.2)
+    late = [layers(5, 0.1), layers(6, "fast", -1.0), layers(7, 10**400, True)]
+    found = read_metrics_columns(write(tmp_path / "m", *bad, good, *late)).layers.view()
+    assert found is not None
+    assert found["step"] == [4, 6, 7]
+    assert found["update_ratio"] == [[0.1, None, None], [0.2, None, None]]
+
+
+def test_rows_of_layers_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> None:
+    again = {"kind": "resume", "step": 5}
+    found = read_metrics_columns(write(tmp_path / "m", layers(5, 1.0), layers(10, 2.0), again, layers(10, 3.0))).layers.view()
+    assert found is not None
+    assert (found["step"], found["update_ratio"]) == ([5, 10], [[1, 3]])
+
+
+@pytest.mark.parametrize(("rows", "many"), [(500, 1), (501, 2), (999, 3), (1000, 401), (5000, 900)])
+def test_many_layers_and_rows_are_thinned_evenly(tmp_path: Path, rows: int, many: int) -> None:
+    wide = LayerRows()
+    for at in range(1, rows + 1):
+        wide.add(layers(at, *[0.1] * many))
+    found = wide.view()
+    assert found is not None
+    assert (found["count"], len(found["names"])) == (many, min(many, 400))
+    assert found["names"][0] == "conv0"
+    assert found["names"][-1] == f"conv{many - 1}"
+    steps = found["step"]
+    assert 250 <= len(steps) <= 500
+    assert steps[0] == 1
+    gaps = {b - a for a, b in pairwise(steps)}
+    assert max(gaps) <= 2 * min(gaps)
+    assert rows - steps[-1] <= max(gaps)

@@ -1,4 +1,4 @@
-"""Scaling, studies and landscapes as the page shows them."""
+"""Scaling and studies as the page shows them."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.report.read import read_source
-from paceline.report.tables import components_of, view_landscape, view_scale, view_study
+from paceline.report.tables import components_of, view_scale, view_study
 from paceline.study.results import compare_arm, markdown, read_results, spread_words
 
 RESULTS = sorted((Path(__file__).parents[3] / "studies" / "results").glob("*.json"))
@@ -54,21 +54,6 @@ def test_a_failed_run_is_a_problem_and_counted() -> None:
     assert arm["failed"] == 1
     assert "out of memory" in problems[0]
     assert spread_words([]) == "- (0)"
-
-
-def test_a_landscape_must_fit_together() -> None:
-    good = view_landscape({"x": [0, 1], "y": [0], "loss": [[1.0, "inf"]], "about": "a"}, [])
-    assert good == {"x": [0, 1], "y": [0], "loss": [[1, None]], "about": "a"}
-    for broken in (
-        None,
-        {},
-        {"x": [0], "y": [0], "loss": [[1, 2]]},
-        {"x": [], "y": [], "loss": []},
-        {"x": 3, "y": [0], "loss": [[1]]},
-    ):
-        problems: list[str] = []
-        assert view_landscape(broken, problems) is None
-        assert problems
 
 
 def test_a_mini_study_is_marked_as_meaningless(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@
 
   // A card. Its figure is drawn at every redraw, its table when it is opened.
   // figure: (context) => ({ data, layout, keys, height }) for plotly; label: () => text for screen readers; rows: () => a table;
-  // tools: buttons in its header.
+  // tools: buttons in its header. A figure in 3-D has a `camera`: where it is seen from after "Reset zoom".
   function chart({ key, title, hint = "", wide, height = 290, figure, label, rows, tools = [] }) {
     return {
       key, sign: [title, hint, wide, tools.map((tool) => tool.sign)],
@@ -95,27 +95,32 @@
     plot.drawnFor = plot.clientWidth;
     const first = !plot.data;
     plot.home = Object.fromEntries(AXES.map((name) => [name, layout[name].range && [...layout[name].range]]));
+    plot.home.camera = made.camera;
     window.Plotly.react(
       plot, made.data, layout,
       { displayModeBar: false, responsive: false, doubleClick: "reset", scrollZoom: false, showTips: false },
     );
     plot.again = () => soon(card, () => draw(card, figure, height));
+    reset.hidden = !zoomed(plot);
     if (!first) return;
     plot.on(
-      "plotly_relayout", (change) => { if (Object.keys(change).some((name) => /axis/.test(name))) reset.hidden = !zoomed(plot); },
+      "plotly_relayout",
+      (change) => { if (Object.keys(change).some((name) => /axis|camera/.test(name))) reset.hidden = !zoomed(plot); },
     );
     watch.observe(plot);
   }
 
   const AXES = ["xaxis", "yaxis"];
-  const zoomed = (plot) => AXES.some(
-    (name) => (
-      plot.home[name] ? String(plot.home[name]) !== String(plot.layout[name].range) : plot.layout[name].autorange === false
-    )
+  const zoomed = (plot) => (
+    plot.home.camera
+      ? JSON.stringify(plot.home.camera.eye) !== JSON.stringify(plot.layout.scene.camera.eye)
+      : AXES.some((name) => (
+        plot.home[name] ? String(plot.home[name]) !== String(plot.layout[name].range) : plot.layout[name].autorange === false
+      ))
   );
   const zoomOut = (plot) => window.Plotly.relayout(
     plot,
-    Object.fromEntries(
+    plot.home.camera ? { "scene.camera": plot.home.camera } : Object.fromEntries(
       AXES.map((name) => (plot.home[name] ? [`${name}.range`, [...plot.home[name]]] : [`${name}.autorange`, true]))
     ),
   );

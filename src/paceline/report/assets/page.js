@@ -4,8 +4,8 @@
 (() => {
   const { sections, state, givePlaces, startTheme, reconcile, node, overview, navigation } = window.Paceline;
   const ORDER = [
-    "tools", "curves", "results", "study", "scaling", "differences", "step", "timeline", "landscape", "contract", "notes",
-    "environment",
+    "tools", "curves", "toys", "results", "learning", "study", "scaling", "differences", "step", "layers", "timeline", "landscape",
+    "sharpness", "contract", "notes", "environment",
   ];
 
   // options.headline: the sentence at the top.

@@ -1,9 +1,9 @@
 // State: the sources, what the user selected, each run's place in the palette, light or dark.
 // This file comes first: it creates the namespace that the page's scripts share (page.py has their order).
 //
-// To add a chart: write it in the file of its section (curves.js, steps.js, scaling.js, timeline.js, study.js, landscape.js), as
-// an item made by chart() from charts.js. For a new section: a new file that sets Paceline.sections.NAME = { title, make }, its
-// name in SCRIPTS (page.py) and in ORDER (page.js), and its data in what read_source returns (read.py).
+// To add a chart: write it in the file of its section (curves.js, steps.js, layers.js, scaling.js, timeline.js, study.js ...), as an
+// item made by chart() from charts.js. For a new section: a new file that sets Paceline.sections.NAME = { title, make }, its name
+// in SCRIPTS (page.py) and in ORDER (page.js), and its data in what read_source returns (read.py).
 "use strict";
 window.Paceline = { sections: {} };
 (() => {
@@ -17,7 +17,9 @@ window.Paceline = { sections: {} };
     root: null, sources: [], x: "step", hidden: new Set(), log: new Map(), step: new Map(),
     smooth: 0, // the weight of smoothing; 0: off
     share: false, // components of a step as shares, not as times
+    gradients: false, // layers by the norms of their gradients, not by how far they move
     all: new Set(), // the charts that also show far values
+    set: new Map(), solid: new Map(), // the set that a loss surface shows; the surfaces in 3-D, with their cameras
     listed: document.getElementById("board") !== null, // on the board, a list of all runs is above the page
   };
   const places = new Map(); // a run's id -> its place in the palette while it is shown

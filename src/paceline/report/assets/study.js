@@ -111,7 +111,7 @@
     const items = [];
     for (const source of sources) {
       const found = source.study;
-      if (!found) continue;
+      if (!found || source.learning) continue; // learning.js shows its arms
       const title = found.name || source.name,
         tones = { better: "good", equal: "good", "no worse": "good", worse: "bad", undecided: "warn" };
       if (found.mini && sources.length > 1) items.push(miniBanner(source)); // a page about this study alone begins with it

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,26 @@ def copy_latest(source: Path, target: Path, notify: Notify) -> bool:
     return True
 
 
+def copy_then_write(folder: Path, step: int, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    """Copy the tensors now. The returned function writes them to a file of their own, from any thread; it raises what fails."""
+    return partial(_write, folder, _snapshot(step, tensors, {}))
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file, on the CPU. Raises a CheckpointError if it is missing, damaged or not one of ours."""
+    step = step_of(path)
+    if step is None:
+        raise CheckpointError(f"it is not named like {path_of(Path(), 120).name}")
+    try:
+        if not path.is_file():  # opening a pipe would wait for its writer
+            raise CheckpointError("there is no such file")
+        return _read(path.parent, step).tensors
+    except MemoryError:
+        raise CheckpointError("out of memory") from None
+    except (OSError, _Damaged) as error:
+        raise CheckpointError(reason(error) if isinstance(error, OSError) else f"it is damaged ({error})") from None
+
+
 class _Damaged(Exception):
     """A file was read, but its content is not what was written."""
 
@@ -356,6 +377,12 @@ def _steps(folder: Path) -> list[int]:
 def path_of(folder: Path, step: int) -> Path:
     """The file of a checkpoint."""
     return folder / f"step-{step:09d}.safetensors"
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a file, from its name; None if it has another name."""
+    found = _NAME.fullmatch(path.name)
+    return int(found[1]) if found is not None and path_of(path.parent, int(found[1])).name == path.name else None
 
 
 def _key(name: str) -> str:

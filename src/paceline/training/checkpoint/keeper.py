@@ -30,10 +30,12 @@ from paceline.training.build import Run
 from paceline.training.checkpoint.file import CheckpointError, Writer, load_latest
 from paceline.training.joining import spot_at
 from paceline.training.local import first_local_step
-from paceline.training.meter import EpochMeans
-from paceline.training.observers import Result, Rows
+from paceline.training.meter import EpochMeans, Rows
+from paceline.training.observers import Result
 from paceline.training.own import describe_kind
 from paceline.training.plain_state import plain_value
+from paceline.training.snapshots import FOLDER as SNAPSHOTS
+from paceline.training.snapshots import Snapshots
 from paceline.values import flag, parse_every
 
 FOLDER = "checkpoints"
@@ -91,6 +93,7 @@ class Keeper:
         self.on = bool(self._steps or self._seconds)
         self._folder, self._say = folder, say
         self._writer: Writer | None = None  # made when there is something to write
+        self.snapshots = Snapshots(run, folder.parent / SNAPSHOTS if folder is not None else None, say)
         self._last_s = time.monotonic()
 
     def requests(self) -> bool:
@@ -119,6 +122,7 @@ class Keeper:
         self._last_s = time.monotonic()
         if self._folder is None:
             return
+        self.snapshots.wait()  # a run that is resumed from this checkpoint does not write them again
         try:
             self._writer = self._writer or Writer(self._folder, self._run.config.keep, self._say)
         except CheckpointError as error:
@@ -131,7 +135,8 @@ class Keeper:
         return self._writer is not None and self._writer.wait()
 
     def close(self) -> None:
-        """End the writer after its current checkpoint."""
+        """End the writers after their current files."""
+        self.snapshots.wait()
         if self._writer is not None:
             self._writer.close()
 
