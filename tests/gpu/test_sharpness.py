@@ -22,7 +22,7 @@ FAST = ("--samples", "60", "--vectors", "6", "--lanczos-steps", "15", "--json")
 def on_cpu(runs: Path) -> dict[str, Any]:
     """What a worker without a GPU finds."""
     Path("my.py").write_text(TASK)
-    package.train("my.py:task", epochs=2, name="x", capture="off")
+    package.train("my.py:task", epochs=2, name="x")
     return look(env={"CUDA_VISIBLE_DEVICES": ""})
 
 
