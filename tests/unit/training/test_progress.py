@@ -14,6 +14,7 @@ from paceline.training.progress import Pace, phase_words
 GROWING = SimpleNamespace(
     **{
         "total_steps": 15,
+        "optimizer": "sgd",
         "steps_per_epoch": 5,
         "epochs": 2,
         "train_samples": 100,
