@@ -53,18 +53,19 @@ def view_landscape(name: str, found: Mapping[str, Any], problems: list[str]) -> 
     if not x or (kind in _SURFACES and not y):
         problems.append(f"{name}.json: x or y is not a list of 1 to {_MOST_READ} increasing numbers")
         return None
-    sets = [view for each in _items(found.get("sets"), _MOST_SETS) if (view := _set(*each, len(x), len(y)))]
-    if not sets:
-        problems.append(f"{name}.json: no set has one loss for each point")
-        return None
     across, down = _kept(len(x), MOST_SIDE if y else _MOST_POINTS), _kept(len(y), MOST_SIDE)
+    sets = [view for each in _items(found.get("sets"), _MOST_SETS) if (view := _set(*each, len(x), len(y)))]
+    sets = [thin for each in sets if _has_numbers((thin := _thinned(each, across, down))["loss"])]
+    if not sets:
+        problems.append(f"{name}.json: no set has one loss for each point, and one that is finite")
+        return None
     return {
         "name": name,
         "kind": kind,
         "about": text(found.get("about")),
         "x": [_rounded(x[index]) for index in across],
         "y": [_rounded(y[index]) for index in down],
-        "sets": [_thinned(each, across, down) for each in sets],
+        "sets": sets,
         "paths": [view for each in _list(found.get("paths"), _MOST_PATHS) if (view := _path(each))] if kind == "path" else [],
         "explained": [share for each in _list(found.get("explained"), 2) if (share := number(each)) is not None],
         "ends": [text(end, 200) for end in _list(found.get("ends"), 2)] if kind == "between" else [],
@@ -104,23 +105,25 @@ def view_sharpness(found: Mapping[str, Any], problems: list[str]) -> dict[str, A
 
 
 def _set(name: Any, found: Any, across: int, down: int) -> dict[str, Any] | None:
-    """A set's losses and accuracies; None unless there is one loss for each point, and one of them can be drawn."""
+    """A set's losses and accuracies; None unless there is one loss for each point."""
     found = _object(found)
     loss, accuracy = (_values(found.get(measure), across, down) for measure in ("loss", "accuracy"))
     return {"name": text(name, 60), "loss": loss, "accuracy": accuracy} if loss else None
 
 
 def _values(value: Any, across: int, down: int) -> list[Any] | None:
-    """A row of values, or rows of them for a surface; None if the sizes do not fit, or no value is a number."""
+    """A row of values, or rows of them for a surface; None if the sizes do not fit."""
     rows = value if down else [value]
     if not isinstance(rows, list) or len(rows) != (down or 1):
         return None
     if any(not isinstance(row, list) or len(row) != across for row in rows):
         return None
     numbers = [[number(each) for each in row] for row in rows]
-    if all(each is None for row in numbers for each in row):
-        return None
     return numbers if down else numbers[0]
+
+
+def _has_numbers(values: list[Any]) -> bool:
+    return any(each is not None for row in values for each in (row if isinstance(row, list) else [row]))
 
 
 def _thinned(found: Mapping[str, Any], across: list[int], down: list[int]) -> dict[str, Any]:
@@ -164,7 +167,7 @@ def _facts(found: Mapping[str, Any]) -> list[str]:
     words = [f"{name}: {said}" for name in _FACTS if (said := text(found.get(name), 60))]
     seed, took, workers = (number(found.get(name)) for name in ("seed", "time_s", "workers"))
     words += [] if seed is None else [f"seed {seed:.0f}"]
-    on = f" on {plural(int(workers), 'worker')}" if workers else ""
+    on = f" on {plural(int(workers), 'worker')}" if workers and workers >= 1 else ""
     return samples + words + ([] if took is None else [f"measured in {took:.3g} s{on}"])
 
 

@@ -31,7 +31,7 @@ SCRIPTS = (
     *("state.js", "words.js", "nodes.js", "charts.js", "axes.js"),  # state, text, elements, cards with a chart, their axes
     "phases.js",  # the columns of a run
     *("curves.js", "steps.js", "scaling.js", "timeline.js", "study.js"),  # sections with charts
-    *("surface.js", "landscape.js", "sharpness.js"),
+    *("surface.js", "landscape.js", "sharpness.js"),  # surfaces, and the sections that show them
     *("overview.js", "page.js"),  # sections without charts; puts the sections on the page
 )
 """The scripts of the report and of the board, in the order they load: each uses those before it."""
