@@ -49,7 +49,7 @@ class Options:
 
 def measure(request: Request, options: Options, here: World) -> dict[str, Any]:
     """The contents of sharpness.json, which rank 0 writes. Collective: call on every rank."""
-    with _full_float32(), fixed(request, here, samples=options.samples, seed=options.seed) as opened:
+    with fixed(request, here, samples=options.samples, seed=options.seed) as opened, _full_float32():
         surface = Surface(opened, "train")
         stages.enter("evaluating the loss")
         loss, gradient = surface.gradient(surface.weights)
@@ -104,21 +104,23 @@ def _add_spectrum(surface: Surface, options: Options, kept: Kept) -> None:
 
 
 def _check_products(surface: Surface, spectrum: curvature.Spectrum, kept: Kept) -> None:
-    """Compare the first eigenvalue with a difference of gradients, and note a large disagreement.
+    """Compare the first eigenvalue with differences of gradients, and note a large disagreement.
 
-    A custom layer whose backward is not differentiable can look constant to torch, without an error.
+    The shorter difference is for losses that are far from quadratic. A custom layer whose backward is not differentiable can
+    look constant to torch, without an error.
     """
-
-    length = 1e-3 * max(float(surface.weights.double().norm()), 1.0)
-    step = (length * spectrum.direction).to(surface.dtype)
-    ahead, behind = (surface.gradient(surface.weights + sign * step)[1] for sign in (1, -1))
-    value, slope = spectrum.top[0], float((ahead - behind) @ spectrum.direction.double()) / (2 * length)
-    rounding = 1e-4 * float(ahead.norm()) / length
-    if not abs(slope - value) <= max(_DISAGREE * max(abs(slope), abs(value)), rounding):
-        kept.note(
-            f"the Hessian may be wrong: along its first direction the gradient changes by {slope:.3g}, not by {value:.3g};"
-            " does a custom layer's backward work outside autograd?"
-        )
+    direction, value, size = spectrum.direction.double(), spectrum.top[0], float(surface.weights.double().norm())
+    for length in (1e-3 * max(size, 1.0), 1e-4 * max(size, 1.0)):
+        steps = [(surface.weights + sign * length * direction).to(surface.dtype) for sign in (1, -1)]
+        ahead, behind = (surface.gradient(each)[1] for each in steps)
+        slope = float((ahead - behind) @ direction) / (2 * length)
+        rounding = 1e-5 * float(ahead.norm()) / length
+        if abs(slope - value) <= max(_DISAGREE * max(abs(slope), abs(value)), rounding):
+            return
+    kept.note(
+        f"the Hessian may be wrong: along its first direction the gradient changes by {slope:.3g}, not by {value:.3g};"
+        " does a custom layer's backward work outside autograd?"
+    )
 
 
 def _add_keskar(surface: Surface, start: tuple[float, Tensor], options: Options, kept: Kept) -> None:
@@ -219,9 +221,15 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 @contextmanager
 def _full_float32() -> Iterator[None]:
     """No TF32 on GPUs: its products have three digits, and small differences of losses need more."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    cudnn: Any = torch.backends.cudnn
+    parts = cudnn.conv, cudnn.rnn
+    before = torch.get_float32_matmul_precision(), [each.fp32_precision for each in parts]
+    torch.set_float32_matmul_precision("highest")
     try:
+        for each in parts:
+            each.fp32_precision = "ieee"
         yield
     finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+        torch.set_float32_matmul_precision(before[0])
+        for each, kept in zip(parts, before[1], strict=True):
+            each.fp32_precision = kept

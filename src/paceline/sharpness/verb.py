@@ -139,7 +139,7 @@ def _number(value: float | None) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.1f}%" if value >= 10 else f"{value:.3g}%"
+    return "not finite" if value is None else f"{value:,.1f}%" if value >= 10 else f"{value:.3g}%"
 
 
 def _check(options: Mapping[str, Any]) -> tuple[str, ...]:
