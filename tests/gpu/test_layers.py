@@ -75,7 +75,7 @@ def test_captured_and_compiled_steps_have_the_numbers_of_plain_steps(here: World
 
 @pytest.mark.parametrize("fast", ["off", "auto"])
 def test_the_weights_are_the_same_bits(here: World, fast: str) -> None:
-    options = {"reduce": "exact", "virtual_workers": 4, "fast": fast}
+    options: dict[str, Any] = {"reduce": "exact", "virtual_workers": 4, "fast": fast}
     plain, watched = images(here, watch_layers=0, **options), images(here, watch_layers=3, **options)
     assert is_captured(watched) == (fast == "auto"), watched.watcher.notes
     assert watched.result.model_sha256 == plain.result.model_sha256
@@ -83,7 +83,7 @@ def test_the_weights_are_the_same_bits(here: World, fast: str) -> None:
 
 
 def test_exact_mode_has_the_same_numbers_captured_or_not(here: World) -> None:
-    options = {"reduce": "exact", "virtual_workers": 4, "model": "mlp:width=32"}
+    options: dict[str, Any] = {"reduce": "exact", "virtual_workers": 4, "model": "mlp:width=32"}
     slow, quick = images(here, fast="off", **options), images(here, **options)
     assert is_captured(quick), quick.watcher.notes
     for name in ("gradient_norm", "update_ratio"):
@@ -99,7 +99,7 @@ def test_the_loss_scale_is_divided_out(here: World) -> None:
 
 @pytest.mark.parametrize("fast", ["off", "auto"])
 def test_snapshots_have_the_weights(here: World, tmp_path: Path, fast: str) -> None:
-    options = {"reduce": "exact", "virtual_workers": 4, "fast": fast}
+    options: dict[str, Any] = {"reduce": "exact", "virtual_workers": 4, "fast": fast}
     trained = images(here, tmp_path, snapshots=6, **options)
     found = list_snapshots(tmp_path)
     assert [step for step, _ in found] == [0, 10, 20, 30, 40, 50]
@@ -112,7 +112,7 @@ def test_snapshots_have_the_weights(here: World, tmp_path: Path, fast: str) -> N
 
 def test_snapshots_are_those_of_their_steps(here: World, tmp_path: Path) -> None:
     """The copy is in stream order: the next step, already queued, must not be in it."""
-    options = {"reduce": "exact", "virtual_workers": 4, "schedule": "constant"}
+    options: dict[str, Any] = {"reduce": "exact", "virtual_workers": 4, "schedule": "constant"}
     images(here, tmp_path, snapshots=6, **options)
     for step, path in list_snapshots(tmp_path)[1:3]:
         short = images(here, max_steps=step, **options)

@@ -147,8 +147,8 @@ def landscape(kind: str, side: int = 31) -> dict[str, Any]:
         across, y = [2.5 + 7 * place for place in across], [0.5 + 3 * place for place in y]
     rows = [[_valley(place, height, kind) for place in across] for height in y]
     shifted = [[_valley(place + 0.1, height, kind) + 0.12 for place in across] for height in y]
-    sets = {"train": _grid(rows), "validation": _grid(shifted)}
-    found = {"kind": kind, "x": across, "y": y, "sets": sets, **MEASURED}
+    grids = {"train": _grid(rows), "validation": _grid(shifted)}
+    found = {"kind": kind, "x": across, "y": y, "sets": grids, **MEASURED}
     if kind == "plane":
         return {**found, "about": "Loss in the plane of two random directions, scaled per filter."}
     about = "The paths of two runs in the plane of their two widest directions."

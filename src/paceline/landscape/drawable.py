@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     Values = NDArray[np.float64]
 
 
+_MOST = 1e100  # larger losses are as good as infinite, and would overflow in matplotlib
+
+
 @dataclass(frozen=True)
 class Surface:
     """The losses of one set over a plane: `loss[j][i]` at `y[j]`, `x[i]`, nan where it is not finite."""
@@ -47,9 +50,10 @@ def read_surface(found: Mapping[str, Any], shown: str = "") -> Surface:
         raise UsageError(f"the landscape has no set {shown!r}: it has {', '.join(sets) or 'none'}")
     x, y = as_values(found.get("x")), as_values(found.get("y"))
     loss = (sets.get(shown) or next(iter(sets.values()), {})).get("loss", np.array([]))
-    if loss.shape != (y.size, x.size) or min(loss.shape) < 2 or not np.isfinite(loss).any():
+    fits = loss.shape == (y.size, x.size) and min(loss.shape) > 1 and np.isfinite(loss).any()
+    if not fits or not all((np.diff(side) > 0).all() for side in (x, y)):
         raise RecordError(
-            f"the landscape cannot be drawn: {x.size} x {y.size} places need one loss each, at least 2 x 2 of them"
+            f"the landscape cannot be drawn: {x.size} x {y.size} increasing places need one loss each, at least 2 x 2 of them"
         )
     is_path = found.get("kind") == "path"
     shares = as_values(found.get("explained")).ravel() if is_path else np.array([])
@@ -71,7 +75,7 @@ def read_line(found: Mapping[str, Any]) -> Line:
         for name, each in _sets(found).items()
     }
     sets = {name: each for name, each in sets.items() if "loss" in each}
-    if not sets or x.ndim != 1:
+    if not sets or x.ndim != 1 or not np.isfinite(x).all():
         raise RecordError(f"the landscape cannot be drawn: {x.size} places on a line need one loss each")
     ends = found.get("ends")
     names = [as_label(end) for end in ends] if isinstance(ends, list) and len(ends) == 2 else ["first model", "second model"]
@@ -127,6 +131,7 @@ def _sets(found: Mapping[str, Any]) -> dict[str, dict[str, "Values"]]:
 
 def _number(value: Any) -> float:
     try:
-        return float(value)
+        found = float(value)
     except (TypeError, ValueError, OverflowError):
         return float("nan")
+    return found if abs(found) < _MOST else float("inf") if found > 0 else float("nan")

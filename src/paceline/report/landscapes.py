@@ -19,6 +19,7 @@ MOST_SIDE = 201
 _MOST_POINTS = 1_001  # along a line, of a path, or of a density
 _MOST_READ = 4_001  # points along one side in a file
 _MOST_SETS, _MOST_PATHS, _MOST_ROWS = 8, 24, 24
+_LARGEST = 1e100
 _SURFACES = ("plane", "path")
 _KINDS = ("line", "between", *_SURFACES)
 _FACTS = ("precision", "statistics", "weights")
@@ -53,20 +54,21 @@ def view_landscape(name: str, found: Mapping[str, Any], problems: list[str]) -> 
     if not x or (kind in _SURFACES and not y):
         problems.append(f"{name}.json: x or y is not a list of 1 to {_MOST_READ} increasing numbers")
         return None
-    sets = [view for each in _items(found.get("sets"), _MOST_SETS) if (view := _set(*each, len(x), len(y)))]
-    if not sets:
-        problems.append(f"{name}.json: no set has one loss for each point")
-        return None
     across, down = _kept(len(x), MOST_SIDE if y else _MOST_POINTS), _kept(len(y), MOST_SIDE)
+    sets = [view for each in _items(found.get("sets"), _MOST_SETS) if (view := _set(*each, len(x), len(y)))]
+    sets = [thin for each in sets if _has_numbers((thin := _thinned(each, across, down))["loss"])]
+    if not sets:
+        problems.append(f"{name}.json: no set has one loss for each point, and one that is finite")
+        return None
     return {
         "name": name,
         "kind": kind,
         "about": text(found.get("about")),
         "x": [_rounded(x[index]) for index in across],
         "y": [_rounded(y[index]) for index in down],
-        "sets": [_thinned(each, across, down) for each in sets],
+        "sets": sets,
         "paths": [view for each in _list(found.get("paths"), _MOST_PATHS) if (view := _path(each))] if kind == "path" else [],
-        "explained": [share for each in _list(found.get("explained"), 2) if (share := number(each)) is not None],
+        "explained": [share for each in _list(found.get("explained"), 2) if (share := _number(each)) is not None],
         "ends": [text(end, 200) for end in _list(found.get("ends"), 2)] if kind == "between" else [],
         "facts": _facts(found),
         "thinned": len(across) < len(x) or len(down) < len(y),
@@ -80,7 +82,7 @@ def view_sharpness(found: Mapping[str, Any], problems: list[str]) -> dict[str, A
     points = [
         (x, y)
         for each in zip(_list(density.get("x"), _MOST_READ), _list(density.get("y"), _MOST_READ), strict=False)
-        if (x := number(each[0])) is not None and (y := number(each[1])) is not None and y >= 0
+        if (x := _number(each[0])) is not None and (y := _number(each[1])) is not None and y >= 0
     ]
     points = [points[index] for index in _kept(len(points), _MOST_POINTS)]
     boxes = [_object(row) for row in _list(found.get("keskar"), _MOST_ROWS)]
@@ -89,11 +91,11 @@ def view_sharpness(found: Mapping[str, Any], problems: list[str]) -> dict[str, A
         "keskar": [
             {"space": text(row.get("space"), 40), **_numbers(row, ("epsilon", "sharpness"))}
             for row in boxes
-            if number(row.get("sharpness")) is not None
+            if _number(row.get("sharpness")) is not None
         ],
         "sam": _numbers(found.get("sam"), ("rho", "rise")),
         "adaptive": _numbers(found.get("adaptive"), ("rho", "rise")),
-        "top": [_rounded(each) for each in map(number, _list(hessian.get("top"), _MOST_ROWS)) if each is not None],
+        "top": [_rounded(each) for each in map(_number, _list(hessian.get("top"), _MOST_ROWS)) if each is not None],
         **_numbers(hessian, ("trace", "trace_error", "vectors")),
         "density": {"x": [_rounded(x) for x, _ in points], "y": [_rounded(y) for _, y in points]},
     }
@@ -104,23 +106,25 @@ def view_sharpness(found: Mapping[str, Any], problems: list[str]) -> dict[str, A
 
 
 def _set(name: Any, found: Any, across: int, down: int) -> dict[str, Any] | None:
-    """A set's losses and accuracies; None unless there is one loss for each point, and one of them can be drawn."""
+    """A set's losses and accuracies; None unless there is one loss for each point."""
     found = _object(found)
     loss, accuracy = (_values(found.get(measure), across, down) for measure in ("loss", "accuracy"))
     return {"name": text(name, 60), "loss": loss, "accuracy": accuracy} if loss else None
 
 
 def _values(value: Any, across: int, down: int) -> list[Any] | None:
-    """A row of values, or rows of them for a surface; None if the sizes do not fit, or no value is a number."""
+    """A row of values, or rows of them for a surface; None if the sizes do not fit."""
     rows = value if down else [value]
     if not isinstance(rows, list) or len(rows) != (down or 1):
         return None
     if any(not isinstance(row, list) or len(row) != across for row in rows):
         return None
-    numbers = [[number(each) for each in row] for row in rows]
-    if all(each is None for row in numbers for each in row):
-        return None
+    numbers = [[_number(each) for each in row] for row in rows]
     return numbers if down else numbers[0]
+
+
+def _has_numbers(values: list[Any]) -> bool:
+    return any(each is not None for row in values for each in (row if isinstance(row, list) else [row]))
 
 
 def _thinned(found: Mapping[str, Any], across: list[int], down: list[int]) -> dict[str, Any]:
@@ -141,7 +145,7 @@ def _path(found: Any) -> dict[str, Any] | None:
     found = _object(found)
     columns = {name: _list(found.get(name), _MOST_READ) for name in _OF_A_STEP}
     rows = [
-        {name: number(column[index]) if index < len(column) else None for name, column in columns.items()}
+        {name: _number(column[index]) if index < len(column) else None for name, column in columns.items()}
         for index in range(min(len(columns["x"]), len(columns["y"])))
     ]
     rows = [row for row in rows if row["x"] is not None and row["y"] is not None]
@@ -153,7 +157,7 @@ def _path(found: Any) -> dict[str, Any] | None:
 
 def _facts(found: Mapping[str, Any]) -> list[str]:
     """How a surface was measured, in a few words each."""
-    counts = {text(name, 60): number(count) for name, count in _items(found.get("samples"), _MOST_SETS)}
+    counts = {text(name, 60): _number(count) for name, count in _items(found.get("samples"), _MOST_SETS)}
     known = {name: int(count) for name, count in counts.items() if count is not None}
     alike = len(set(known.values())) == 1 and len(known) > 1
     samples = (
@@ -162,16 +166,22 @@ def _facts(found: Mapping[str, Any]) -> list[str]:
         else [f"{plural(count, f'{name} sample')}" for name, count in known.items()]
     )
     words = [f"{name}: {said}" for name in _FACTS if (said := text(found.get(name), 60))]
-    seed, took, workers = (number(found.get(name)) for name in ("seed", "time_s", "workers"))
+    seed, took, workers = (_number(found.get(name)) for name in ("seed", "time_s", "workers"))
     words += [] if seed is None else [f"seed {seed:.0f}"]
-    on = f" on {plural(int(workers), 'worker')}" if workers else ""
+    on = f" on {plural(int(workers), 'worker')}" if workers and workers >= 1 else ""
     return samples + words + ([] if took is None else [f"measured in {took:.3g} s{on}"])
+
+
+def _number(value: Any) -> float | None:
+    """The value if it is a number that a chart can show: axes of larger ones would overflow."""
+    found = number(value)
+    return found if found is not None and abs(found) < _LARGEST else None
 
 
 def _axis(value: Any) -> list[float]:
     """The places along one side; empty if they are not increasing numbers, or too many."""
     listed = value if isinstance(value, list) and len(value) <= _MOST_READ else []
-    found = [place for each in listed if (place := number(each)) is not None]
+    found = [place for each in listed if (place := _number(each)) is not None]
     increasing = all(before < after for before, after in pairwise(found))
     return found if len(found) == len(listed) and increasing else []
 
@@ -185,7 +195,7 @@ def _kept(count: int, most: int) -> list[int]:
 
 def _numbers(found: Any, names: Iterable[str]) -> dict[str, float | int | None]:
     """The fields that are numbers."""
-    values = {name: number(_object(found).get(name)) for name in names}
+    values = {name: _number(_object(found).get(name)) for name in names}
     return {name: short(value) for name, value in values.items() if value is not None}
 
 

@@ -63,6 +63,8 @@ def test_long_sides_are_thinned_and_keep_their_ends_and_the_middle() -> None:
     assert (found["x"][0], found["x"][MOST_SIDE // 2], found["x"][-1]) == (x[0], 0, x[-1])
     assert found["sets"][0]["loss"][0][MOST_SIDE // 2] == loss[0][side // 2]
     assert view(landscape("plane"))["thinned"] is False
+    lost = [[1.0 if index == 1 else None for index in range(side)] for _ in loss]
+    assert view({"kind": "plane", "x": x, "y": [0, 1, 2], "sets": {"train": {"loss": lost}}}) is None  # thinned, it is empty
 
 
 PLANE = {"kind": "plane", "x": [0, 1], "y": [0, 1, 2], "sets": {"train": {"loss": [[1, 2], [1, 2], [1, 2]]}}}

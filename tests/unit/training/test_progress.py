@@ -14,10 +14,12 @@ from paceline.training.progress import Pace, phase_words
 GROWING = SimpleNamespace(
     **{
         "total_steps": 15,
+        "optimizer": "sgd",
         "steps_per_epoch": 5,
         "epochs": 2,
         "train_samples": 100,
         "epoch_samples": 0,
+        "optimizer": "sgd",
         "workers": 1,
         "record": "runs/x",
     },

@@ -5,7 +5,7 @@
   const homeOf = (narrow) => (
     { eye: narrow ? { x: 1.28, y: -1.6, z: 1.75 } : { x: 1.15, y: -1.43, z: 1.6 }, center: { x: 0, y: 0, z: -0.14 } }
   );
-  const PIECES = 12; // a path follows the surface between two snapshots in this many pieces
+  const PIECES = 12; // of a path between two snapshots: each follows the surface
 
   // Whether the browser can draw in 3-D. Asked once: browsers allow few WebGL contexts.
   let webGL;
