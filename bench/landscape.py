@@ -61,9 +61,8 @@ def main() -> None:
             seconds["paceline"].append(took)
             took, center["loader"] = loader(record, model, inputs.cpu(), labels.cpu(), args)
             seconds["loader"].append(took * args.points**2)
-            if number == 0 or args.device == "cpu":
-                took, center["loss-landscapes"] = peer(model, inputs, labels, args.points)
-                seconds["loss-landscapes"].append(took)
+            took, center["loss-landscapes"] = peer(model, inputs, labels, args.points)
+            seconds["loss-landscapes"].append(took)
             print({name: round(values[-1], 2) for name, values in seconds.items()}, flush=True)
     medians = {name: float(np.median(values)) for name, values in seconds.items()}
     result = {
@@ -117,10 +116,11 @@ def peer(model: nn.Module, inputs: Tensor, labels: Tensor, points: int) -> tuple
     """The seconds of loss-landscapes, and its lowest loss (its grid does not include the model itself)."""
     loss_landscapes, metrics = map(import_module, ("loss_landscapes", "loss_landscapes.metrics"))
     metric = metrics.Loss(nn.functional.cross_entropy, inputs, labels)
-    loss_landscapes.random_plane(model, metric, 1, 2, normalization="filter", deepcopy_model=True)  # warm up
-    begin = time.perf_counter()
-    found = loss_landscapes.random_plane(model, metric, 1, points, normalization="filter", deepcopy_model=True)
-    return time.perf_counter() - begin, float(found.min())
+    with inputs.device:  # it makes its directions on torch's default device, and fails if the model is on another
+        loss_landscapes.random_plane(model, metric, 1, 2, normalization="filter", deepcopy_model=True)  # warm up
+        begin = time.perf_counter()
+        found = loss_landscapes.random_plane(model, metric, 1, points, normalization="filter", deepcopy_model=True)
+        return time.perf_counter() - begin, float(found.min())
 
 
 @torch.no_grad()

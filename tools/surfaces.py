@@ -29,7 +29,8 @@ PATHS = {
     "novograd": ("--optimizer", "novograd", "--base-lr", "0.01", "--weight-decay", "0.001"),
 }
 """Three optimizers from the same start, for the plane of their paths."""
-LAYERS = {"sgd": ("--optimizer", "sgd", "--base-lr", "0.02"), "lars": ("--optimizer", "lars", "--base-lr", "8")}
+LAYERS = {"sgd": ("--optimizer", "sgd", "--base-lr", "0.1"), "lars": ("--optimizer", "lars", "--base-lr", "1.5")}
+"""Two optimizers for a net whose layers move at very different speeds."""
 
 
 class Session:
@@ -144,15 +145,21 @@ def paths(session: Session) -> None:
 
 
 def layers(session: Session) -> None:
-    """Update-to-weight ratios of a net without norm layers, under SGD and LARS."""
-    found = {}
+    """Update-to-weight ratios of a net without norm layers, under SGD and LARS: small data, also on a CPU."""
+    found, commands = {}, {}
     for name, options in LAYERS.items():
-        record = f"layers-{name}"
-        shared = ("--epochs", "3", "--watch-layers", "2" if session.tiny else "20", "--fast", "auto")
-        session.train(record, "resnet:depth=20,norm=none", *options, *shared)
-        rows = [json.loads(line) for line in (RUNS / record / "metrics.jsonl").read_text().splitlines()]
-        found[name] = [row for row in rows if row.get("kind") == "layers"]
-    write_json(session.out / "layers.json", {"command": "paceline train ... --watch-layers 20", "rows": found}, indent=0)
+        record = RUNS / f"layers-{name}"
+        argv = ("train", "fashion-mnist-mini", "--model", "resnet:depth=14", *options)
+        argv += ("--epochs", "3", "--watch-layers", "4", "--checkpoint-every", "0", "--fast", "off", "--precision", "fp32")
+        commands[name] = "paceline " + " ".join(argv)
+        if not (record / "model.safetensors").exists():
+            session.run(*argv, "--name", record.name, *(("--max-steps", "6") if session.tiny else ()))
+        rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
+        found[name] = {
+            "rows": [row for row in rows if row.get("kind") == "layers"],
+            "result": read_json(record / "result.json")["metrics"],
+        }
+    write_json(session.out / "layers.json", {"commands": commands, "runs": found}, indent=0)
 
 
 def curve(session: Session) -> None:

@@ -39,8 +39,8 @@ def task():
 
 @pytest.fixture
 def record(runs: Path) -> str:
-    Path("my.py").write_text(TASK)
-    paceline.train("my.py:task", epochs=2, name="x")
+    Path("quadratic.py").write_text(TASK)
+    paceline.train("quadratic.py:task", epochs=2, name="x")
     return str((runs / "x").resolve())
 
 

@@ -18,8 +18,8 @@ FAST = ("--vectors", "4", "--lanczos-steps", "10")
 
 @pytest.fixture(autouse=True)
 def record(runs: Path) -> Path:
-    Path("my.py").write_text(TASK)
-    package.train("my.py:task", epochs=1, name="x")
+    Path("quadratic.py").write_text(TASK)
+    package.train("quadratic.py:task", epochs=1, name="x")
     return runs / "x"
 
 
@@ -60,6 +60,6 @@ def test_after_ctrl_c_finished_measures_are_kept(record: Path) -> None:
 
 
 def test_an_error_of_the_workers_is_one_line() -> None:
-    done = paceline("sharpness", "x", "--workers", "2", "--task", "my.py:model")
+    done = paceline("sharpness", "x", "--workers", "2", "--task", "quadratic.py:model")
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr

@@ -59,12 +59,12 @@ def bowl():
 
 @pytest.fixture(autouse=True)
 def task_file(runs: Path) -> None:
-    Path("my.py").write_text(TASK)
+    Path("nets.py").write_text(TASK)
 
 
 @pytest.fixture
 def trained() -> None:
-    paceline.train("my.py:task", epochs=1, name="x", snapshots=4)
+    paceline.train("nets.py:task", epochs=1, name="x", snapshots=4)
 
 
 def call(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
@@ -106,7 +106,7 @@ def test_a_plane_equals_a_plain_loop_over_copies_of_the_model(trained: None, cap
 
 
 def test_the_bowls_line_has_its_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
-    paceline.train("my.py:bowl", epochs=1, name="b", max_steps=1)
+    paceline.train("nets.py:bowl", epochs=1, name="b", max_steps=1)
     call(capsys, "b", "--shape", "line", "--points", "11", "--reach", "2", "--workers", "1")
     found = result("runs/b/landscape/line-0.json")
     weights = read_weights(Path("runs/b/model.safetensors"))["w"].double()
@@ -119,7 +119,7 @@ def test_the_bowls_line_has_its_closed_form(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_between_two_models_both_ends_have_their_own_metrics(trained: None, capsys: pytest.CaptureFixture[str]) -> None:
-    paceline.train("my.py:task", epochs=3, name="z", seed=1)
+    paceline.train("nets.py:task", epochs=3, name="z", seed=1)
     call(capsys, "x", "--to", "z", "--points", "5", "--samples", "0", "--workers", "1")
     found = result("runs/x/landscape/between-z.json")
     assert found["ends"] == ["x", "z"]
@@ -132,7 +132,7 @@ def test_between_two_models_both_ends_have_their_own_metrics(trained: None, caps
 
 
 def test_the_path_has_every_snapshot_and_its_own_loss(trained: None, capsys: pytest.CaptureFixture[str]) -> None:
-    paceline.train("my.py:task", epochs=2, name="z", snapshots=5)
+    paceline.train("nets.py:task", epochs=2, name="z", snapshots=5)
     said = call(capsys, "x", "--shape", "path", "--also", "z", "--points", "4", "--workers", "1")
     assert "path of x: steps 0 to 2" in said
     found = result("runs/x/landscape/path.json")
@@ -205,7 +205,7 @@ def test_points_of_a_longer_run_are_not_mixed(trained: None, capsys: pytest.Capt
     lines = (runs / "x" / "landscape" / "plane-0.part").exists()
     assert not lines
     before = result("runs/x/landscape/plane-0.json")
-    paceline.train("my.py:task", resume="x", epochs=2)
+    paceline.train("nets.py:task", resume="x", epochs=2)
     call(capsys, "x", "--points", "4", "--workers", "1")
     assert result("runs/x/landscape/plane-0.json")["sets"] != before["sets"]
 
@@ -237,10 +237,10 @@ def test_points_of_a_longer_run_are_not_mixed(trained: None, capsys: pytest.Capt
 def test_wrong_inputs_are_one_line(
     trained: None, argv: list[str], said: str, capsys: pytest.CaptureFixture[str], runs: Path
 ) -> None:
-    paceline.train("my.py:bowl", epochs=1, name="b", max_steps=1)
+    paceline.train("nets.py:bowl", epochs=1, name="b", max_steps=1)
     if argv[0] == "d":
         with pytest.raises(paceline.errors.PacelineError):
-            paceline.train("my.py:task", epochs=2, base_lr=1e30, name="d")
+            paceline.train("nets.py:task", epochs=2, base_lr=1e30, name="d")
     if argv[0] in ("odd", "lost"):
         shutil.copytree(runs / "x", runs / argv[0])
         (runs / argv[0] / "model.safetensors").unlink()

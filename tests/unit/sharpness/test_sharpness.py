@@ -72,8 +72,8 @@ FAST = ("--vectors", "5", "--lanczos-steps", "12")
 
 @pytest.fixture(autouse=True)
 def record(runs: Path) -> Path:
-    Path("my.py").write_text(TASK)
-    paceline.train("my.py:task", epochs=1, name="x")
+    Path("quadratic.py").write_text(TASK)
+    paceline.train("quadratic.py:task", epochs=1, name="x")
     return runs / "x"
 
 
@@ -268,9 +268,9 @@ def test_what_does_not_fit_is_left_out_or_refused(
         ("--seed=-4", "--seed is -4: it must be from 0"),
         ("--workers=0", "--workers is 0: it must be from 1"),
         ("--weights=best", "has no best.safetensors: train with --save-best"),
-        ("--task=my.py:other", "the task's model does not fit"),
-        ("--task=my.py:step", "task bowl has no objective"),
-        ("--task=my.py:once", "this model's gradients cannot be differentiated again"),
+        ("--task=quadratic.py:other", "the task's model does not fit"),
+        ("--task=quadratic.py:step", "task bowl has no objective"),
+        ("--task=quadratic.py:once", "this model's gradients cannot be differentiated again"),
         ("--task=gone.py", "task file gone.py does not exist"),
     ],
 )
@@ -295,7 +295,7 @@ def test_records_without_a_minimum_are_one_line(capsys: pytest.CaptureFixture[st
 
 def test_products_that_miss_a_layer_are_noted(capsys: pytest.CaptureFixture[str], record: Path) -> None:
     """torch takes a gradient from such a layer for a constant, without a word: the eigenvalues here are 2.2, not 0.2."""
-    printed = call(capsys, "--task", "my.py:silent", "--measures", "hessian", *FAST)
+    printed = call(capsys, "--task", "quadratic.py:silent", "--measures", "hessian", *FAST)
     assert "the Hessian may be wrong: along its first direction the gradient changes by 2.2, not by 0.2" in printed
     assert "the Hessian may be wrong" in json.loads((record / "sharpness.json").read_text())["notes"][0]
 
