@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/ready
 PYTEST_2 := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast check format package docs bench bench-gpu bench-plan images soak clean
+.PHONY: help setup demo test test-fast check format package docs bench bench-gpu bench-plan images gallery surfaces soak clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -68,6 +68,7 @@ bench-gpu: setup  ## measure on a GPU: peers, overhead, limit, time to 94%, a gr
 	$(BIN)/python bench/limit.py
 	$(BIN)/python bench/speedrun.py
 	$(BIN)/python bench/plan_growth.py
+	$(BIN)/python bench/landscape.py
 
 bench-plan: setup  ## compare predicted with measured speeds, also on shaped links (as root), 20 minutes; rewrites bench/results
 	$(BIN)/python bench/plan.py
@@ -76,6 +77,12 @@ bench-plan: setup  ## compare predicted with measured speeds, also on shaped lin
 
 images: setup  ## take the pictures in docs/img again, 3 minutes
 	$(BIN)/python tools/screenshots.py
+
+gallery: setup  ## write docs/gallery.md and its pictures from the results in studies/, some seconds
+	$(BIN)/python tools/gallery.py
+
+surfaces: setup  ## train and measure what the gallery shows, on a GPU, 20 minutes; rewrites studies/surfaces
+	$(BIN)/python tools/surfaces.py
 
 soak: setup  ## kill a run 50 times and compare it with an uninterrupted one, about 10 minutes; rewrites bench/results/soak.json
 	$(BIN)/python bench/soak.py

@@ -4,8 +4,9 @@
 
 All three evaluate the same model on the same samples, at points of a square grid along two random, filter-normalized
 directions.
-Paceline's seconds are those of the whole command, from opening the record to the written result, without starting Python. The
-other two get the model and the samples ready-made on the device (on the host for the loader), and only their points are timed:
+On a GPU Paceline's seconds are those of the whole verb, from opening the record to the written result, without starting
+Python; on a CPU those of the command as a user types it, on one worker per core. The other two get the model and the samples
+ready-made on the device (on the host for the loader), and only their points are timed:
 
     loss-landscapes   `random_plane` with its own metric `Loss`: fp32, one batch of all samples that stays on the device
     loader            what the original tool (github.com/tomgoldstein/loss-landscape) does at each point: set every parameter,
@@ -16,6 +17,9 @@ The peer needs `pip install loss-landscapes`. The precision of ours is that of t
 """
 
 import argparse
+import json
+import subprocess
+import sys
 import tempfile
 import time
 from importlib import import_module
@@ -56,8 +60,8 @@ def main() -> None:
         seconds: dict[str, list[float]] = {"paceline": [], "loss-landscapes": [], "loader": []}
         center: dict[str, float] = {}
         model, inputs, labels = ready(record, args.samples, args.device)
-        for number in range(args.rounds):
-            took, center["paceline"] = ours(record, args.points, args.samples)
+        for _ in range(args.rounds):
+            took, center["paceline"] = ours(record, args.points, args.samples, args.device)
             seconds["paceline"].append(took)
             took, center["loader"] = loader(record, model, inputs.cpu(), labels.cpu(), args)
             seconds["loader"].append(took * args.points**2)
@@ -79,16 +83,20 @@ def main() -> None:
     write(args.out, result)
 
 
-def ours(record: str, points: int, samples: int) -> tuple[float, float]:
+def ours(record: str, points: int, samples: int, device: str) -> tuple[float, float]:
     """The seconds of a whole `paceline landscape`, and the loss at the model."""
     for part in (Path(record) / "landscape").glob("*"):
         part.unlink()
     begin = time.perf_counter()
-    asked = Asked(points=points, reach=1.0, samples=samples)
-    found = in_world(Request(record=record, sets=("train",)), [], lambda here: landscape(request_of(record), asked, here))
-    assert found is not None
-    loss = found["sets"]["train"]["loss"]
-    return time.perf_counter() - begin, loss[points // 2][points // 2]
+    if device == "cpu":
+        command = [sys.executable, "-m", "paceline", "landscape", record, "--points", str(points), "--samples", str(samples)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    else:
+        asked = Asked(points=points, reach=1.0, samples=samples)
+        in_world(request_of(record), [], lambda here: landscape(request_of(record), asked, here))
+    took = time.perf_counter() - begin
+    loss = json.loads((Path(record) / "landscape" / "plane-0.json").read_text())["sets"]["train"]["loss"]
+    return took, loss[points // 2][points // 2]
 
 
 def request_of(record: str) -> Request:

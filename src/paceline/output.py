@@ -83,6 +83,11 @@ class Stages:
         self._on = self._drawn = self._terminal = False
         self._what, self._first_s, self._begin_s = "", 0.0, 0.0
 
+    @property
+    def on(self) -> bool:
+        """Whether stages are shown: not in a program whose output is JSON and nothing else."""
+        return self._on
+
     def start(self, terminal: bool) -> None:
         """Show the stages from now on. Without this call they are not shown."""
         self._on, self._terminal, self._first_s = True, terminal, time.monotonic()

@@ -295,3 +295,26 @@ def test_own_loop_diff_is_that_of_the_examples() -> None:
     diff = "\n".join(["```diff", *hunks, "```"])
     for text in ((ROOT / "README.md").read_text(), page("own-loop")):
         assert f"<!-- own-loop diff: begin -->\n{diff}\n<!-- own-loop diff: end -->" in text
+
+
+def test_the_gallery_is_made_of_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    spec = importlib.util.spec_from_file_location("gallery", ROOT / "tools" / "gallery.py")
+    assert spec is not None
+    assert spec.loader is not None
+    gallery = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gallery)
+    text = (ROOT / "docs" / "gallery.md").read_text()
+    assert text == gallery.page(), "run make gallery"
+    pictures = set(re.findall(r"\]\((img/gallery/[^)]+)\)", text))
+    assert pictures == {f"img/gallery/{path.name}" for path in (ROOT / "docs" / "img" / "gallery").iterdir()}
+
+
+def test_the_page_about_surfaces_has_the_benchs_numbers() -> None:
+    text = (ROOT / "docs" / "landscape.md").read_text()
+    found = json.loads((ROOT / "bench" / "results" / "landscape.json").read_text())
+    for name, digits in (("paceline", 1), ("loss-landscapes", 1), ("loader", 0)):
+        of = found["seconds"][name]
+        bounds = f"{of['min']:.{digits}f} to {of['max']:.{digits}f}, n = {of['n']}" if of["n"] > 1 else f"n = {of['n']}"
+        times = f"| {found['times_faster_than'][name]:.1f} |" if name != "paceline" else ""
+        assert re.search(rf"{of['median']:.{digits}f} \({re.escape(bounds)}\) {re.escape(times)}", text), name

@@ -308,7 +308,7 @@ class _Progress:
         text = f"{done:,} of {self._total:,} points, about {left_words(left_s)} left"
         if is_terminal(sys.stdout):
             stages.enter(text)
-        elif now - self._told > _TELL_S and done < self._total:
+        elif stages.on and now - self._told > _TELL_S and done < self._total:
             say(text)
             self._told = now
 

@@ -46,7 +46,7 @@ _MODEL = _START | {"markeredgecolor": "#1a1e26", "label": "the model"}
 
 def draw(found: Mapping[str, Any], path: Path, *, view: View = "contour", shown: str = "") -> None:
     """Draw one landscape into a .png or .svg file. `shown` is the set that a surface shows: the first if it is empty."""
-    with _picture(path) as figure:
+    with picture(path) as figure:
         if found.get("kind") in _SURFACES:
             figure.set_size_inches(_WIDTH, 5.4)
             surface = read_surface(found, shown)
@@ -78,7 +78,7 @@ def draw_many(
     rows, width = -(-len(founds) // columns), max(_WIDTH, 2.4 * columns)
     read = [read_surface(found) if found.get("kind") in _SURFACES else read_line(found) for found in founds]
     surfaces, lines = [each for each in read if isinstance(each, Surface)], [each for each in read if isinstance(each, Line)]
-    with _picture(path) as figure:
+    with picture(path) as figure:
         figure.set_size_inches(width, 0.86 * rows * width / columns + 0.3)
         drawn = []
         for place, (each, title) in enumerate(zip(read, titles, strict=True)):
@@ -109,7 +109,7 @@ def draw_sharpness(found: Mapping[str, Any], path: Path) -> None:
         raise RecordError("this sharpness.json has no spectrum to draw: measure it again with its spectrum")
     x, y, top = x[kept], y[kept], as_values(hessian.get("top")).ravel()
     most = float(y.max())
-    with _picture(path) as figure:
+    with picture(path) as figure:
         figure.set_size_inches(_WIDTH, 3.6)
         axes = figure.add_subplot()
         axes.plot(x, np.maximum(y, most * 1e-8), color=COLORS[0])
@@ -135,7 +135,7 @@ class _Scale:
 
 
 @contextmanager
-def _picture(path: Path) -> Iterator["Figure"]:
+def picture(path: Path) -> Iterator["Figure"]:
     """Yield an empty figure, and write it to the file when the block ends."""
     if path.suffix not in (".png", ".svg"):
         raise UsageError(f"{path} is neither a .png nor a .svg file: end the name of the picture with one of them")
@@ -214,7 +214,8 @@ def _draw_surface(axes: "Axes", surface: Surface, scale: _Scale, view: View) -> 
 
 
 def _draw_solid(axes: Any, surface: Surface, scale: _Scale) -> None:
-    """A surface in 3-D. matplotlib has no log axis there, so the heights are the logarithms."""
+    """A surface in 3-D. matplotlib has no log axis there, so the heights are the logarithms. The model is not marked: the mark
+    would float in front of the valley that it is in."""
     from matplotlib.colors import Normalize
 
     to_height = np.log10 if scale.log else np.asarray
@@ -230,8 +231,6 @@ def _draw_solid(axes: Any, surface: Surface, scale: _Scale) -> None:
         axes.plot(*along, color=color, linewidth=2, label=name, zorder=3)
         axes.plot(*(side[:1] for side in along), markersize=7, zorder=4, **_START | {"markeredgecolor": color})
         axes.plot(*(side[-1:] for side in along), markersize=7, zorder=4, **_END | {"color": color})
-    if not surface.is_path:
-        axes.plot([0], [0], [height_at(surface, height, 0.0, 0.0)], markersize=7, zorder=4, **_MODEL)
     _name_ends(axes, surface)
     axes.set(xlabel=surface.titles[0].partition(",")[0], ylabel=surface.titles[1].partition(",")[0], zlim=ends)
     ticks = scale.ticks if len(scale.ticks) < 5 else scale.ticks[::2]

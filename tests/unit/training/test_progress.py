@@ -19,7 +19,6 @@ GROWING = SimpleNamespace(
         "epochs": 2,
         "train_samples": 100,
         "epoch_samples": 0,
-        "optimizer": "sgd",
         "workers": 1,
         "record": "runs/x",
     },
