@@ -6,6 +6,7 @@ once its results are committed.
 
 import json
 import math
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from surfaces import ARMS, LAYERS, NETS
 
 ROOT = Path(__file__).parents[1]
 DATA, PICTURES = ROOT / "studies" / "surfaces", ROOT / "docs" / "img" / "gallery"
+GAP, GAP_STUDY = ROOT / "studies" / "results" / "gap.json", ROOT / "studies" / "gap.toml"
 CURVE = ROOT / "studies" / "results" / "learning-curve.json"
 TITLES = {name: f"ResNet-{depth}{'' if skip else ', no skips'}" for name, (depth, skip) in NETS.items()}
 
@@ -33,6 +35,7 @@ def page() -> str:
     found = {
         **{"read": read, "image": image, "lowest": lowest, "highest": highest, "below": below, "length": length, "max": max},
         **{"nets": nets(), "titles": TITLES, "arms": ARMS, "sharp": sharp_rows(), "conv_spread": conv_spread},
+        **{"gap": gap_rows(), "least_lost": max(filter(is_short, gap_rows()), key=lambda row: row["mean"], default=None)},
         "minima": toys.minima_points(),
     }
     lines = made.get_template("gallery.md").render(found).splitlines()
@@ -102,6 +105,25 @@ def sharp_rows() -> list[list[str]]:
             ]
         )
     return rows
+
+
+def gap_rows() -> list[dict[str, Any]]:
+    """Accuracy and steps of each arm of studies/gap.toml that has runs."""
+    if not GAP.exists():
+        return []
+    runs = [run for run in json.loads(GAP.read_text())["runs"] if run["status"] == "done"]
+    rows = []
+    for arm in dict.fromkeys(tomllib.loads(GAP_STUDY.read_text())["arms"]):
+        found = [run for run in runs if run["arm"] == arm]
+        if found:
+            accuracy = [run["metrics"]["accuracy"] for run in found]
+            rows.append({"arm": arm, "steps": found[0]["steps"], "mean": mean(accuracy), "accuracy": spread(accuracy, 4)})
+    return rows
+
+
+def is_short(row: Mapping[str, Any]) -> bool:
+    """Whether an arm trains 10 epochs at the large batch."""
+    return bool(row["steps"] < 200)
 
 
 def keskar(found: Mapping[str, Any], space: str) -> float:

@@ -26,7 +26,7 @@ NETS = {f"resnet-{depth}{'' if skip else '-plain'}": (depth, skip) for depth in 
 PATHS = {
     "sgd": ("--optimizer", "sgd", "--momentum", "0", "--no-nesterov", "--base-lr", "0.1"),
     "momentum": ("--optimizer", "sgd", "--momentum", "0.9", "--no-nesterov", "--base-lr", "0.02"),
-    "novograd": ("--optimizer", "novograd", "--base-lr", "0.01", "--weight-decay", "0.001"),
+    "novograd": ("--optimizer", "novograd", "--base-lr", "0.003", "--weight-decay", "0.001"),
 }
 """Three optimizers from the same start, for the plane of their paths."""
 LAYERS = {"sgd": ("--optimizer", "sgd", "--base-lr", "0.1"), "lars": ("--optimizer", "lars", "--base-lr", "1.5")}
@@ -215,10 +215,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="try the commands: small data, small net, few points")
     args = parser.parse_args(argv)
     session = Session(args.out.resolve(), args.tiny)
+    failed = []
     for name in args.only or STEPS:
         begin = time.perf_counter()
-        STEPS[name](session)
+        try:
+            STEPS[name](session)
+        except SystemExit as error:  # the other steps do not depend on it
+            failed.append(f"{name}: {error}")
         print(f"== {name}: {time.perf_counter() - begin:.1f} s", flush=True)
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":
