@@ -3,7 +3,7 @@
     python tools/surfaces.py [--only STEP ...] [--out studies/surfaces] [--tiny]
 
 Every step is a list of `paceline` commands, run in this process one after the other, so that the compiler's work is paid for
-once. The results keep their commands. On one H200 all steps take about 15 minutes; `--tiny` tries them on a CPU, with small
+once. The results keep their commands. On one H200 all steps take about 20 minutes; `--tiny` tries them on a CPU, with small
 data and a small net. `make gallery` draws what is committed, without training.
 """
 
@@ -26,11 +26,11 @@ NETS = {f"resnet-{depth}{'' if skip else '-plain'}": (depth, skip) for depth in 
 PATHS = {
     "sgd": ("--optimizer", "sgd", "--momentum", "0", "--no-nesterov", "--base-lr", "0.1"),
     "momentum": ("--optimizer", "sgd", "--momentum", "0.9", "--no-nesterov", "--base-lr", "0.02"),
-    "novograd": ("--optimizer", "novograd", "--base-lr", "0.003", "--weight-decay", "0.001"),
+    "novograd": ("--optimizer", "novograd", "--base-lr", "0.01", "--weight-decay", "0.001"),
 }
 """Three optimizers from the same start, for the plane of their paths."""
 LAYERS = {"sgd": ("--optimizer", "sgd", "--base-lr", "0.1"), "lars": ("--optimizer", "lars", "--base-lr", "1.5")}
-"""Two optimizers for a net whose layers move at very different speeds."""
+"""Two optimizers, of which the second gives all convolutions the same ratio."""
 
 
 class Session:
@@ -145,7 +145,7 @@ def paths(session: Session) -> None:
 
 
 def layers(session: Session) -> None:
-    """Update-to-weight ratios of a net without norm layers, under SGD and LARS: small data, also on a CPU."""
+    """Update-to-weight ratios of all layers under SGD and LARS: small data, also on a CPU."""
     found, commands = {}, {}
     for name, options in LAYERS.items():
         record = RUNS / f"layers-{name}"
@@ -162,20 +162,12 @@ def layers(session: Session) -> None:
     write_json(session.out / "layers.json", {"commands": commands, "runs": found}, indent=0)
 
 
-def curve(session: Session) -> None:
-    """Error against data size."""
-    more = ("--smallest", "500", "--epochs", "1") if session.tiny else ()
-    session.run("learning-curve", session.task, "--model", "resnet:depth=8", "--per-device", "4", *more, "--name", "curve")
-    session.keep(RUNS / "curve" / "learning-curve.json", "learning-curve")
-
-
 STEPS: dict[str, Callable[[Session], None]] = {
     "gap": gap,
     "skip": skip,
     "paths": paths,
     "sharp": sharp,
     "layers": layers,
-    "curve": curve,
 }
 
 

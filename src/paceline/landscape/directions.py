@@ -63,14 +63,16 @@ class Plane:
 def fit_plane(model: nn.Module, paths: Sequence[Sequence[Mapping[str, Tensor]]]) -> Plane:
     """The principal components of the points' differences from the model (Li et al. 2018, section 7).
 
-    They come from the matrix of inner products, which has one row per point: weights are far more than points.
+    They come from the matrix of inner products, which has one row per point: there are far more weights than points.
     """
     own = {name: weight.detach().cpu().float() for name, weight in _trained(model).items()}
-    rows = [torch.cat([(point[name].float() - own[name]).flatten() for name in own]) for path in paths for point in path]
-    table = torch.stack(rows)
-    if len(rows) < 3:
-        raise UsageError(f"a plane needs at least 3 snapshots, and there are {len(rows)}: train with --snapshots 20")
-    gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    every = [point for path in paths for point in path]
+    if len(every) < 3:
+        raise UsageError(f"a plane needs at least 3 snapshots, and there are {len(every)}: train with --snapshots 20")
+    table = torch.empty(len(every), sum(weight.numel() for weight in own.values()))
+    for row, point in zip(table, every, strict=True):
+        torch.cat([(point[name].float() - own[name]).flatten() for name in own], out=row)
+    gram = torch.zeros(len(every), len(every), dtype=torch.float64)
     for columns in torch.split(table, _COLUMNS, dim=1):
         gram += columns.double() @ columns.double().T
     if not bool(gram.isfinite().all()):
@@ -79,13 +81,13 @@ def fit_plane(model: nn.Module, paths: Sequence[Sequence[Mapping[str, Tensor]]])
     values, vectors = torch.linalg.eigh(centered)
     spread = float(values.clamp(min=0).sum())
     if not spread > 0 or float(values[-2]) <= 1e-12 * spread:
-        raise UsageError(f"the {plural(len(rows), 'snapshot')} lie on one point or line: no plane fits them")
+        raise UsageError(f"the {plural(len(every), 'snapshot')} lie on one point or line: no plane fits them")
     axes, shares, at = [], [], []
     for column in (-1, -2):
         # The axis is a combination of the rows, so places on it follow from their inner products, in float64.
-        weights = vectors[:, column] - vectors[:, column].sum() / len(rows)
+        weights = vectors[:, column] - vectors[:, column].sum() / len(every)
         along = gram @ weights
-        length = float((weights @ along).sqrt()) * (1 if along[0] >= 0 else -1)  # every path starts on the same side
+        length = float((weights @ along).sqrt()) * (1 if along[0] >= 0 else -1)  # the first path starts at a positive place
         axes.append(table.T @ (weights / length).float())
         at.append(along / length)
         shares.append(float(values[column]) / spread)

@@ -6,12 +6,14 @@ points. A point's values do not depend on the worker that computed them, so the 
 """
 
 import hashlib
+import itertools
 import json
 import math
 import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,11 @@ from torch import Tensor
 
 from paceline.dist.world import World
 from paceline.errors import UsageError
-from paceline.files import finite, write_json
+from paceline.files import finite, read_json, write_json
 from paceline.landscape.directions import Direction, difference, fit_plane, random_direction
 from paceline.landscape.points import METRICS, Points
 from paceline.landscape.store import Store
-from paceline.output import is_terminal, say, stages
+from paceline.output import is_terminal, plural, say, stages
 from paceline.records import environment, find_record
 from paceline.training.after import Request
 from paceline.training.fixed import Fixed, fixed
@@ -102,9 +104,13 @@ def landscape(request: Request, asked: Asked, here: World) -> dict[str, Any]:
         _check_model(model, asked)
         stages.enter("choosing directions")
         sketch = _make_sketch(model, asked, request)
-        points, file = Points(model, sketch.directions), folder / f"{asked.name}.json"
         about = _describe(model, asked, sketch)
-        store = Store(file.with_suffix(".part"), about, (len(model.sets), len(METRICS))) if here.is_main else None
+        request_id = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+        file, before = here.broadcast(_find_file(folder, asked.name, request_id) if here.is_main else None)
+        if before is not None:
+            return {**before, "new_points": 0, "file": file}
+        points, part = Points(model, sketch.directions), folder / f"{asked.name}-{request_id}.part"
+        store = Store(part, about, (len(model.sets), len(METRICS))) if here.is_main else None
         try:
             kept = len(store.values) if store is not None else 0
             _evaluate_all(points, sketch, store, here)
@@ -114,16 +120,30 @@ def landscape(request: Request, asked: Asked, here: World) -> dict[str, Any]:
                 "new_points": sketch.count - kept,
                 "workers": here.size,
                 "time_s": round(time.perf_counter() - begin, 3),
+                "request": request_id,
                 "environment": environment(),
             }
             if store is not None:
-                write_json(file, finite(found, as_text=True))
+                write_json(Path(file), finite(found, as_text=True))
                 store.close(done=True)
         finally:
             if store is not None:
                 store.close(done=False)
     stages.stop()
-    return {**found, "file": str(file)}
+    return {**found, "file": file}
+
+
+def _find_file(folder: Path, name: str, request_id: str) -> tuple[str, dict[str, Any] | None]:
+    """The file for a result, and its contents if it holds this very one; with a number if another has the name."""
+    for number in itertools.count(1):
+        file = folder / (f"{name}.json" if number == 1 else f"{name}-{number}.json")
+        if not file.exists():
+            return str(file), None
+        with suppress(OSError, ValueError):
+            found = read_json(file)
+            if found.get("request") == request_id:
+                return str(file), found
+    raise AssertionError
 
 
 def _check_model(model: Fixed, asked: Asked) -> None:
@@ -230,7 +250,7 @@ def _sketch_path(model: Fixed, asked: Asked, request: Request) -> Sketch:
         x=x,
         y=y,
         facts={
-            "about": f"on the plane of the path's two main directions, which explain {shares} of its variance",
+            "about": f"on the plane of the snapshots' two main directions, which explain {shares} of their variance",
             "explained": list(plane.explained),
             "paths": named,
         },
@@ -358,7 +378,7 @@ def describe(found: Mapping[str, Any]) -> str:
         middle = finite_ones[len(finite_ones) // 2] if finite_ones else math.nan
         ends = f"{finite_ones[0]:.4g} to {finite_ones[-1]:.4g}" if finite_ones else "not finite anywhere"
         odd = f", {len(flat) - len(finite_ones):,} not finite" if len(flat) > len(finite_ones) else ""
-        lines.append(f"{name} loss ({found['samples'][name]:,} samples): {ends}, median {middle:.4g}{odd}")
+        lines.append(f"{name} loss ({plural(found['samples'][name], 'sample')}): {ends}, median {middle:.4g}{odd}")
     lines += [_describe_path(path) for path in found.get("paths", ())]
     count = len(found["x"]) * len(found.get("y", [0]))
     again = f" ({count - found['new_points']:,} were done before)" if found["new_points"] < count else ""

@@ -16,7 +16,7 @@ SHAPES = ("plane", "line", "path")
 SETS = ("train", "validation")
 PRECISIONS = ("fp32", "bf16", "fp16")
 _LINE, _PLANE = 51, 25  # points per side
-_MOST_POINTS = 250_000
+_MOST_POINTS, _MOST_LINE = 250_000, 4001
 _MOST_REACH = 1e6
 _MOST_WORKERS = 8  # started by themselves: a surface takes seconds, and each worker needs some to start
 
@@ -108,7 +108,7 @@ def _check(options: dict[str, Any]) -> dict[str, Any]:
         options[name] = usual if options[name] is None else options[name]
     _check_numbers(options, flat)
     options["statistics"] = options["statistics"] or ("batch" if shape == "path" else "recorded")
-    options["sets"] = options["sets"] or ("train,validation" if flat else "train")
+    options["sets"] = ",".join(dict.fromkeys((options["sets"] or ("train,validation" if flat else "train")).split(",")))
     return {
         **{name: options[name] for name in ("to", "points", "samples", "seed", "statistics", "reach")},
         "shape": shape,
@@ -118,9 +118,8 @@ def _check(options: dict[str, Any]) -> dict[str, Any]:
 
 def _check_numbers(options: dict[str, Any], flat: bool) -> None:
     points, reach = options["points"], options["reach"]
-    count = points if flat else points * points
-    if points < 3 or count > _MOST_POINTS:
-        most = _MOST_POINTS if flat else math.isqrt(_MOST_POINTS)
+    most = _MOST_LINE if flat else math.isqrt(_MOST_POINTS)
+    if not 3 <= points <= most:
         raise UsageError(f"--points is {points:,}: use 3 to {most:,} points{'' if flat else ' per side'}")
     if not (math.isfinite(reach) and (reach > 0 or (reach == 0 and options["to"])) and reach <= _MOST_REACH):
         raise UsageError(f"--reach is {reach:g}: it must be a number above 0, up to {_MOST_REACH:g}")
@@ -130,6 +129,10 @@ def _check_numbers(options: dict[str, Any], flat: bool) -> None:
     for name in options["sets"].split(",") if options["sets"] else ():
         if name not in SETS:
             raise unknown("value for --sets", name, SETS)
+    if options["workers"] is not None and options["workers"] < 1:
+        raise UsageError(f"--workers is {options['workers']}: it must be at least 1")
+    if options["view"] != "contour" and (flat or not options["picture"]):
+        raise UsageError("--view 3d says how --picture shows a plane or a path: give --picture, and no line")
 
 
 def _count_workers(backend: str) -> int | None:

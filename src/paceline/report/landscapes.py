@@ -97,7 +97,11 @@ def view_sharpness(found: Mapping[str, Any], problems: list[str]) -> dict[str, A
         "adaptive": _numbers(found.get("adaptive"), ("rho", "rise")),
         "top": [_rounded(each) for each in map(_number, _list(hessian.get("top"), _MOST_ROWS)) if each is not None],
         **_numbers(hessian, ("trace", "trace_error", "vectors")),
-        "density": {"x": [_rounded(x) for x, _ in points], "y": [_rounded(y) for _, y in points]},
+        "density": {
+            "x": [_rounded(x) for x, _ in points],
+            "y": [_rounded(y) for _, y in points],
+            **_numbers(density, ("vectors",)),
+        },
     }
     if not any(value for name, value in view.items() if name not in ("samples", "loss", "density")) and not points:
         problems.append(f"{SHARPNESS} has no measurement that a page can show")

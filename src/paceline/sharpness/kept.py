@@ -25,10 +25,11 @@ class Kept:
     def __init__(self, record: Path, about: dict[str, Any], here: World) -> None:
         """Read what is known. `about`: what was looked at. Collective: call on every rank."""
         self._record, self._about, self._here = record, about, here
-        self._begin_s, self._notes = time.monotonic(), list[str]()
+        self._begin_s = time.monotonic()
         found = [_read(record / name, about) for name in (FILE, PARTIAL)] if here.is_main else []
         self._found: dict[str, Any] = here.broadcast({name: value for each in found for name, value in each.items()})
-        self._before_s = float(self._found.pop("time_s", None) or 0)
+        self._before_s = float(self._found.pop("time_s", 0.0))
+        self._notes: dict[str, str] = {name: text for name, text in self._found.pop("notes", {}).items() if self.has(name)}
         self.new = False
         """Whether anything was measured in this call."""
 
@@ -40,9 +41,9 @@ class Kept:
         """Whether all of these fields are known."""
         return all(name in self._found for name in names)
 
-    def note(self, text: str) -> None:
-        """Keep a line about a measure that was left out."""
-        self._notes.append(text)
+    def note(self, name: str, text: str) -> None:
+        """Keep a line about a measure: why it was left out, or may be wrong."""
+        self._notes[name] = text
 
     def add(self, fields: dict[str, Any]) -> None:
         """Add finished measures, and write them to the disk."""
@@ -91,4 +92,24 @@ def _read(path: Path, about: dict[str, Any]) -> dict[str, Any]:
     same = isinstance(loss, int | float) and math.isclose(loss, about["loss"], rel_tol=1e-4, abs_tol=1e-9)
     if not same or any(found.get(name) != value for name, value in about.items() if name != "loss"):
         return {}
-    return {name: found[name] for name in (*MEASURED, "time_s") if name in found}
+    return {name: found[name] for name in (*MEASURED, "time_s", "notes") if name in found and _is_sound(name, found[name])}
+
+
+def _is_sound(name: str, value: Any) -> bool:
+    """Whether a field has the form in which it was written: a damaged one is measured again."""
+    match name:
+        case "time_s":
+            return isinstance(value, int | float) and math.isfinite(value)
+        case "notes":
+            return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+        case "keskar":
+            return isinstance(value, list) and all(_has(each, "space", "epsilon", "sharpness") for each in value)
+        case "hessian":
+            return _has(value, "top", "residuals", "trace", "trace_error", "vectors", "steps") and _has(
+                value.get("density"), "x", "y"
+            )
+    return _has(value, "rho", "rise")
+
+
+def _has(value: Any, *names: str) -> bool:
+    return isinstance(value, dict) and all(name in value for name in names)

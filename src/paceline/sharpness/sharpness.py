@@ -98,7 +98,8 @@ def _add_spectrum(surface: Surface, options: Options, kept: Kept) -> None:
     with _progress("Hessian: product") as tell:
         spectrum = curvature.measure(surface.products, surface.weights, effort, tell)
     _check_products(surface, spectrum, kept)
-    density = {"x": spectrum.x, "y": spectrum.y, "near_zero": spectrum.near_zero}
+    runs = min(options.vectors, curvature.RUNS)
+    density = {"x": spectrum.x, "y": spectrum.y, "near_zero": spectrum.near_zero, "vectors": runs}
     found = {"top": spectrum.top, "residuals": spectrum.residuals, "trace": spectrum.trace, "trace_error": spectrum.trace_error}
     kept.add({"hessian": {**found, **asked, "density": density}})
 
@@ -118,8 +119,9 @@ def _check_products(surface: Surface, spectrum: curvature.Spectrum, kept: Kept) 
         if abs(slope - value) <= max(_DISAGREE * max(abs(slope), abs(value)), rounding):
             return
     kept.note(
+        "hessian",
         f"the Hessian may be wrong: along its first direction the gradient changes by {slope:.3g}, not by {value:.3g};"
-        " does a custom layer's backward work outside autograd?"
+        " does a custom layer's backward work outside autograd?",
     )
 
 
@@ -127,7 +129,7 @@ def _add_keskar(surface: Surface, start: tuple[float, Tensor], options: Options,
     found = list(kept.get("keskar") or [])
     done = {(each["space"], each["epsilon"]) for each in found}
     if start[0] <= -1:
-        kept.note(f"Keskar's sharpness is left out: it divides by 1 + loss, and the loss is {start[0]:.4g}")
+        kept.note("keskar", f"Keskar's sharpness is left out: it divides by 1 + loss, and the loss is {start[0]:.4g}")
         return
     for name, title in _SPACES.items():
         missing = [epsilon for epsilon in EPSILONS if (name, epsilon) not in done]
@@ -156,8 +158,9 @@ def _fits(surface: Surface, name: str, kept: Kept) -> bool:
     if needed <= free / 2:
         return True
     kept.note(
+        f"keskar, {name}",
         f"Keskar's sharpness in {_SPACES[name]} is left out: it needs {_gigabytes(needed)}, more than half of the"
-        f" {_gigabytes(free)} of free {where}"
+        f" {_gigabytes(free)} of free {where}",
     )
     return False
 

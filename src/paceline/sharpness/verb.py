@@ -108,11 +108,11 @@ def describe(found: Mapping[str, Any]) -> str:
         f"{found['weights']} weights on {plural(found['samples'], 'training sample')}, loss {_number(found['loss'])};"
         f" {plural(found['workers'], 'worker')}, {found['time_s']:.1f} s"
     )
-    return "\n".join([make_table(("measure", "meaning", "value"), rows, left=2), *found.get("notes", ()), about])
+    return "\n".join([make_table(("measure", "meaning", "value"), rows, left=2), *found.get("notes", {}).values(), about])
 
 
 _KESKAR = {
-    "full": "highest rise of the loss in a small box, as a share of 1 + loss",
+    "full": "largest rise of the loss in a small box, as a share of 1 + loss",
     "subspace": "the same along 100 random directions",
 }
 _RISES = {

@@ -53,7 +53,7 @@ class Fixed:
         """The objective's metrics in validation, loss first: per set, known after its first evaluation."""
         self.objective = opened.task.validation_objective or opened.task.objective
 
-    def values(self, batch: Batch, count: int) -> dict[str, Tensor]:
+    def values(self, batch: Batch) -> dict[str, Tensor]:
         """The objective's values for a batch, with a graph for gradients if they are enabled."""
         with self.run.forward.autocast():
             return self.objective(self.model, batch)
@@ -63,14 +63,14 @@ class Fixed:
 
         The mean loss of a set is the sum of the first over the sum of the second.
         """
-        values = self.values(batch, count)
+        values = self.values(batch)
         check_values(values, count, self.run.world.device)
         loss = values["loss"].float()
         weight = values.get("weight")
         if weight is None:
             return (loss.sum() if loss.dim() else loss * count), torch.full((), float(count), device=loss.device)
         total = weight.float().sum()
-        return ((loss * weight).sum() if loss.dim() else loss * total), total
+        return (torch.where(weight == 0, 0.0, loss) * weight).sum() if loss.dim() else loss * total, total
 
     @torch.no_grad()
     def means(self, name: str) -> Tensor:
@@ -80,7 +80,7 @@ class Fixed:
         """
         one, sums = self.sets[name], None
         for batch, count in zip(one.batches, one.counts, strict=True):
-            values = self.values(batch, count)
+            values = self.values(batch)
             names = check_values(values, count, self.run.world.device)
             check_names(names, self.names.setdefault(name, names))
             rows = lay_out(values, (*names, "weight") if "weight" in values else names, count).double()

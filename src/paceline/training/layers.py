@@ -117,8 +117,9 @@ class FarLayers:
         """What is new in a row of kind "layers"."""
         columns = (row[name] for name in ("names", "update_ratio", "gradient_norm"))
         layers: list[tuple[str, float, Any]] = [each for each in zip(*columns, strict=True) if each[1] is not None]
-        middle = median([ratio for _, ratio, _ in layers]) if layers else 0.0
-        far = [each for each in layers if middle and not middle / FAR <= each[1] <= middle * FAR]
+        moving = [ratio for _, ratio, _ in layers if ratio]
+        middle = median(moving) if moving else 0.0
+        far = [each for each in layers if moving and not middle / FAR <= each[1] <= middle * FAR]
         new = [each for each in far if (each[0], each[1] > middle) not in self._told]
         self._told |= {(name, ratio > middle) for name, ratio, _ in new}
         lines = [self._describe(*each, middle) for each in new[:_MOST_LINES]]

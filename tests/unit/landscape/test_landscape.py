@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import paceline
@@ -128,7 +129,7 @@ def test_between_two_models_both_ends_have_their_own_metrics(trained: None, caps
         own = json.loads(Path(f"runs/{name}/result.json").read_text())["metrics"]
         assert found["sets"]["validation"]["loss"][at] == pytest.approx(own["loss"], rel=1e-4)
         assert found["sets"]["validation"]["accuracy"][at] == pytest.approx(own["accuracy"], abs=1e-6)
-    assert all(map(math.isfinite, found["sets"]["train"]["loss"])), "beyond the models, no variance is negative"
+    assert all(map(math.isfinite, found["sets"]["train"]["loss"]))
 
 
 def test_the_path_has_every_snapshot_and_its_own_loss(trained: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,6 +179,8 @@ def test_a_finished_part_of_a_surface_is_used(trained: None, capsys: pytest.Capt
     whole = call(capsys, "x", "--points", "4", "--workers", "1")
     assert "done before" not in whole
     kept = result("runs/x/landscape/plane-0.json")
+    assert "(16 were done before)" in call(capsys, "x", "--points", "4", "--workers", "1"), "it is not computed again"
+    (runs / "x" / "landscape" / "plane-0.json").unlink()
     # An interrupted surface: the same description, and some points, one of them with a value that only this file has.
     import paceline.landscape.landscape as flow
 
@@ -190,7 +193,7 @@ def test_a_finished_part_of_a_surface_is_used(trained: None, capsys: pytest.Capt
         assert "points that are done are kept" in call(capsys, "x", "--points", "4", "--workers", "1", code=130)
     finally:
         flow._assemble = original
-    part = runs / "x" / "landscape" / "plane-0.part"
+    (part,) = (runs / "x" / "landscape").glob("plane-0-*.part")
     lines = part.read_text().splitlines()
     part.write_text("\n".join([lines[0], '{"5": [[123.0, 0.5]]}']))
     assert "(1 were done before)" in call(capsys, "x", "--points", "4", "--workers", "1")
@@ -201,13 +204,31 @@ def test_a_finished_part_of_a_surface_is_used(trained: None, capsys: pytest.Capt
 
 
 def test_points_of_a_longer_run_are_not_mixed(trained: None, capsys: pytest.CaptureFixture[str], runs: Path) -> None:
+    """Neither finished surfaces nor points of an interrupted one: their names and first lines say which weights they are of."""
     call(capsys, "x", "--points", "4", "--workers", "1")
-    lines = (runs / "x" / "landscape" / "plane-0.part").exists()
-    assert not lines
     before = result("runs/x/landscape/plane-0.json")
     paceline.train("nets.py:task", resume="x", epochs=2)
-    call(capsys, "x", "--points", "4", "--workers", "1")
-    assert result("runs/x/landscape/plane-0.json")["sets"] != before["sets"]
+    assert "done before" not in call(capsys, "x", "--points", "4", "--workers", "1")
+    assert result("runs/x/landscape/plane-0.json") == before, "nothing is overwritten"
+    assert result("runs/x/landscape/plane-0-2.json")["sets"] != before["sets"]
+
+
+def test_beyond_two_models_the_nearer_ones_statistics_stay(trained: None, capsys: pytest.CaptureFixture[str]) -> None:
+    paceline.train("nets.py:task", epochs=1, name="z", seed=1)
+    file = Path("runs/z/model.safetensors")
+    save_file({name: value * 9 if name == "1.running_var" else value for name, value in read_weights(file).items()}, file)
+    call(capsys, "x", "--to", "z", "--points", "5", "--sets", "train", "--workers", "1")
+    found = result("runs/x/landscape/between-z.json")
+    with fixed(Request(record="x", sets=("train",)), ALONE, samples=0, seed=0) as opened, torch.no_grad():
+        other, model = read_weights(file), copy.deepcopy(opened.model)
+        for place, x in enumerate(found["x"]):
+            for name, value in model.state_dict().items():
+                own, there = opened.model.state_dict()[name], other[name]
+                if value.is_floating_point():
+                    share = min(max(x, 0.0), 1.0) if "running" in name else x
+                    value.copy_(own + share * (there - own))
+            plain = loss_of(model, opened.sets["train"].batches)
+            assert found["sets"]["train"]["loss"][place] == pytest.approx(plain, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +237,7 @@ def test_points_of_a_longer_run_are_not_mixed(trained: None, capsys: pytest.Capt
         (["nope"], "no record 'nope'"),
         (["x", "--points", "0"], "--points is 0: use 3 to 500 points per side"),
         (["x", "--points", "1000000"], "--points is 1,000,000: use 3 to 500"),
-        (["x", "--points", "-3", "--shape", "line"], "--points is -3: use 3 to 250,000 points"),
+        (["x", "--points", "-3", "--shape", "line"], "--points is -3: use 3 to 4,001 points"),
         (["x", "--reach", "0"], "--reach is 0: it must be a number above 0"),
         (["x", "--reach", "nan"], "--reach is nan"),
         (["x", "--samples", "-1"], "--samples is -1: it must be at least 0"),
@@ -245,8 +266,6 @@ def test_wrong_inputs_are_one_line(
         shutil.copytree(runs / "x", runs / argv[0])
         (runs / argv[0] / "model.safetensors").unlink()
     if argv[0] == "odd":
-        from safetensors.torch import save_file
-
         weights = read_weights(runs / "x" / "model.safetensors")
         save_file(
             {name: value * torch.nan if value.is_floating_point() else value for name, value in weights.items()},

@@ -243,7 +243,9 @@ def test_layers_that_do_not_move() -> None:
     assert FarLayers("sgd plain").lines({**still, "update_ratio": [0.01, 0.01, 0.01, 0.0]}) == [
         "layer conv3 does not move (update-to-weight ratio 0, median 0.01): it has a gradient, but its steps are 0"
     ]
-    for none in (row_of(0.0, 0.0, 0.0), row_of(None), row_of(), row_of(0.0, 0.0, 0.1)):
+    dead = FarLayers("sgd plain").lines(row_of(0.0, 0.0, 0.1))
+    assert [line.partition(" (")[0] for line in dead] == ["layer conv0 does not move", "layer conv1 does not move"]
+    for none in (row_of(0.0, 0.0, 0.0), row_of(None), row_of()):
         assert FarLayers("sgd plain").lines(none) == []
 
 

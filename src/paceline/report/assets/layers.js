@@ -5,7 +5,7 @@
     state, visible, trains, safe, clip, isNumber, plain, commas, node, chart, layout, rangeOf, column, xAxis,
   } = window.Paceline;
 
-  const FAR = 100; // times above or below the median of all layers
+  const FAR = 100; // times above or below the median of the layers that move
   const KINDS = {
     update_ratio: { title: "Update-to-weight ratio", button: "Show gradient norms" },
     gradient_norm: { title: "Gradient norm", button: "Show update ratios" },
@@ -61,7 +61,8 @@
   // Each layer's last ratio, and how many times the median of all layers that is.
   function last({ names, update_ratio: ratios, gradient_norm: norms }) {
     const ends = names.map((name, line) => ({ name, ratio: ratios[line].at(-1), norm: norms[line].at(-1) }));
-    const sorted = ends.map(({ ratio }) => ratio).filter(isNumber).sort((a, b) => a - b), half = sorted.length >> 1;
+    const sorted = ends.map(({ ratio }) => ratio).filter((ratio) => isNumber(ratio) && ratio > 0).sort((a, b) => a - b);
+    const half = sorted.length >> 1;
     const median = sorted.length ? (sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2) : 0;
     return ends.map((end) => ({ ...end, times: isNumber(end.ratio) && median > 0 ? end.ratio / median : null }));
   }

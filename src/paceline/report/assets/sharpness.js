@@ -95,7 +95,7 @@
     const shown = visible(sources).filter((source) => source.sharpness);
     if (!shown.length) return [];
     const dense = shown.filter((source) => source.sharpness.density.y.some((y) => y > 0));
-    const counts = [...new Set(dense.map((source) => source.sharpness.vectors).filter(isNumber))];
+    const counts = [...new Set(dense.map((source) => source.sharpness.density.vectors).filter(isNumber))];
     return [summary(shown, sources), ...(dense.length ? [chart({
       key: "density", title: "Spectrum of the curvature", wide: true, height: 300,
       hint: counts.length === 1
