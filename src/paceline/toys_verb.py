@@ -114,23 +114,23 @@ def _check(options: Mapping[str, Any]) -> tuple[list[float], list[float]]:
         raise UsageError(f"--lr is {options['lr']:g}: it must be above 0, and at most 100")
     if not (0 <= options["momentum"] < 1):
         raise UsageError(f"--momentum is {options['momentum']:g}: it must be at least 0 and below 1")
-    return _numbers("--rates", options["rates"]), _numbers("--noise", options["noise"])
+    return _numbers("--rates", options["rates"], _RATES), _numbers("--noise", options["noise"], _NOISE)
 
 
-def _numbers(what: str, text: str) -> list[float]:
+def _numbers(what: str, text: str, usual: str) -> list[float]:
     try:
         found = sorted({float(each) for each in text.split(",")})
     except ValueError:
         found = []
     if not found or not all(math.isfinite(value) and 0 < value <= 100 for value in found) or len(found) > _MOST_VALUES:
         raise UsageError(
-            f"{what} is {text[:60]!r}: it must be up to {_MOST_VALUES} numbers above 0, and at most 100, such as {_RATES}"
+            f"{what} is {text[:60]!r}: it must be up to {_MOST_VALUES} numbers above 0, and at most 100, such as {usual}"
         )
     return found
 
 
 def _make_folder(runs_dir: Path, name: str) -> Path:
-    """The folder to write: a new or empty one, or one that holds toys already. Before any work, so that it is not in vain."""
+    """The folder to write: a new or empty one, or one that holds toys already. Checked before the work."""
     check_name("--name", name, "; --runs-dir sets the folder")
     folder = runs_dir / name
     with _explained(folder):

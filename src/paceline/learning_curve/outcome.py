@@ -153,7 +153,7 @@ def _fit_words(found: Mapping[str, Any], metric: str) -> list[str]:
     spans = (f"{name} {found[name]['low']:{form}} to {found[name]['high']:{form}}" for name, form in forms.items())
     lines.append(f"90% intervals: {', '.join(spans)}")
     if not found["floor_known"]:
-        lines.append("c cannot be told from 0 with these sizes: whether the curve levels off is open")
+        lines.append("these sizes cannot show whether the curve levels off: c may be 0")
     if found["scattered"]:
         lines.append("the means are further from the curve than seeds explain: no power law fits well, so intervals are wider")
     return lines

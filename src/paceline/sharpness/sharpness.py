@@ -49,7 +49,7 @@ class Options:
 
 def measure(request: Request, options: Options, here: World) -> dict[str, Any]:
     """The contents of sharpness.json, which rank 0 writes. Collective: call on every rank."""
-    with fixed(request, here, samples=options.samples, seed=options.seed) as opened, _full_float32():
+    with fixed(request, here, samples=options.samples, seed=options.seed, shared=True) as opened, _full_float32():
         surface = Surface(opened, "train")
         stages.enter("evaluating the loss")
         loss, gradient = surface.gradient(surface.weights)

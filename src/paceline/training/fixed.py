@@ -114,18 +114,21 @@ class Fixed:
 
 
 @contextmanager
-def fixed(request: Request, here: World, *, samples: int, seed: int) -> Iterator[Fixed]:
-    """Open a record with up to `samples` samples of each of `request.sets` (0: all). Collective: call on every rank."""
+def fixed(request: Request, here: World, *, samples: int, seed: int, shared: bool = False) -> Iterator[Fixed]:
+    """Open a record with up to `samples` samples of each of `request.sets` (0: all). Collective: call on every rank.
+
+    With `shared`, workers will share the batches of a set, so there is at least one for each of them.
+    """
     with opened(request, here, validates=True) as model:
         sets = {}
         for name in model.run.validation_sets:
             stages.enter(f"reading samples of the {'training' if name == 'train' else name} data")
-            sets[name] = _read(model, name, samples, seed)
+            sets[name] = _read(model, name, samples, seed, here.size if shared else 1)
         yield Fixed(model, sets)
 
 
 @torch.no_grad()
-def _read(model: Opened, name: str, samples: int, seed: int) -> FixedSet:
+def _read(model: Opened, name: str, samples: int, seed: int, at_least: int) -> FixedSet:
     run = model.run
     data, device = run.validation_sets[name], run.world.device
     count = min(samples or data.samples, data.samples)
@@ -134,7 +137,7 @@ def _read(model: Opened, name: str, samples: int, seed: int) -> FixedSet:
         order = np.argsort(keys_numpy(key(seed, _SAMPLES), np.arange(data.samples)), kind="stable")
         chosen = np.sort(order[:count])
     size = run.config.eval_batch or (1000 if device.type == "cuda" else 250)
-    chunks = np.array_split(chosen, -(-count // size))
+    chunks = np.array_split(chosen, max(-(-count // size), min(at_least, count)))
 
     def before(i: int) -> None:
         seed_all(key(run.config.seed, _CHUNK, i), device)

@@ -107,7 +107,7 @@ def read_snapshot(path: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _small(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters, floats in bfloat16. Those of float64 become float32: whoever trains with it needs the digits."""
+    """The parameters, floats in bfloat16. Those of float64 become float32, not to lose more digits."""
     smaller = {torch.float64: torch.float32, torch.complex128: torch.complex64}
     return {
         name: parameter.detach().to(
