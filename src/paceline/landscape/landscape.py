@@ -220,6 +220,9 @@ def _sketch_between(model: Fixed, asked: Asked, request: Request) -> Sketch:
 
 def _sketch_path(model: Fixed, asked: Asked, request: Request) -> Sketch:
     records = [Path(model.opened.trained.record), *(find_record(each, request.runs_dir) for each in asked.also)]
+    twice = next((each for i, each in enumerate(records) if each.resolve() in {other.resolve() for other in records[:i]}), None)
+    if twice is not None:
+        raise UsageError(f"{twice} is given twice: --also adds other runs to the plane")
     paths, steps = [], []
     shapes = {name: weight.shape for name, weight in model.model.named_parameters()}
     for record in records:

@@ -11,13 +11,14 @@ falls with the square root of the size (measured in docs/learning-curve.md). A b
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import Config, check_options, flag, merge_options
 from paceline.dist.place import read_place
 from paceline.errors import UsageError
-from paceline.files import write_json
+from paceline.files import read_json, write_json
 from paceline.learning_curve.verb import SET_HERE
 from paceline.output import is_terminal, plural, stages
 from paceline.records import name_for
@@ -61,6 +62,7 @@ def learning_curve(
     config = _check_config(found, asked)
     chosen = choose_sizes(total, given, smallest)
     study = make_study(task, asked, config, chosen, total, seeds=numbers, least_steps=least_steps, name=name)
+    _check_folder(runs_dir / study.name, task)
     print(_announce(chosen, total, labels, numbers), flush=True)
     results = run_study(study, runs_dir, per_device=per_device)
 
@@ -72,6 +74,17 @@ def learning_curve(
     print(f"\n{words(outcome)}")
     print(f"Draw it: paceline report {runs_dir / study.name}")
     return 0
+
+
+def _check_folder(folder: Path, task: str) -> None:
+    """Refuse the folder of anything but a learning curve of this task: its files would be mixed or replaced."""
+    if any((folder / name).exists() for name in ("environment.json", "metrics.jsonl", "scale.json", "toys.json")):
+        raise UsageError(f"{folder} holds something other than a learning curve: choose another --name")
+    with suppress(OSError, ValueError):
+        study = read_json(folder / "study.json").get("study")
+        other = study.get("task") if isinstance(study, dict) else None
+        if other not in (None, task):
+            raise UsageError(f"{folder} holds runs of task {other}: choose another --name")
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ LEAST_SIZES = 3
 DRAWS = 1000
 _PRIOR = 4.0
 """How many degrees of freedom the spread over all sizes counts when it is averaged with a size's own."""
-_STEEPEST, _FLATTEST = -2.5, -0.01
+STEEPEST, _FLATTEST = -2.5, -0.01
 _NEAR_CHANCE = 0.8
 _ALPHA = 0.05
 """Beyond each end of an interval."""
@@ -178,7 +178,7 @@ def _variances(points: Sequence[Point]) -> tuple[Array, int]:
 def _fit_rows(m: Array, rows: Array, weights: Array) -> Array:
     """For each row of errors, the a, b and c with the least weighted squares."""
     log_m, center = np.log(m), float(np.mean(np.log(m)))
-    grid = np.linspace(_STEEPEST, _FLATTEST, 60)[None].repeat(len(rows), axis=0)
+    grid = np.linspace(STEEPEST, _FLATTEST, 60)[None].repeat(len(rows), axis=0)
     each = np.arange(len(rows))
     for _ in range(3):
         x = np.exp(grid[:, :, None] * (log_m - center))
@@ -186,7 +186,7 @@ def _fit_rows(m: Array, rows: Array, weights: Array) -> Array:
         best = np.argmin(squares, axis=1)
         b, step = grid[each, best], grid[0, 1] - grid[0, 0]
         a, c = a[each, best], c[each, best]
-        grid = np.clip(b[:, None] + step * np.linspace(-1, 1, 25), _STEEPEST, _FLATTEST)
+        grid = np.clip(b[:, None] + step * np.linspace(-1, 1, 25), STEEPEST, _FLATTEST)
     return np.stack([a * np.exp(-b * center), b, c], axis=1)
 
 

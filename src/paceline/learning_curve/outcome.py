@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.learning_curve.fit import LEAST_SIZES, Fit, Interval, NoFitError, Point, drop_near_chance, fit
+from paceline.learning_curve.fit import LEAST_SIZES, STEEPEST, Fit, Interval, NoFitError, Point, drop_near_chance, fit
 from paceline.output import make_table, plural
 from paceline.spread import deviation, mean
 from paceline.status import Status
@@ -152,6 +152,8 @@ def _fit_words(found: Mapping[str, Any], metric: str) -> list[str]:
     forms = {"a": ".3g", "b": ".3f", "c": ".4f"}
     spans = (f"{name} {found[name]['low']:{form}} to {found[name]['high']:{form}}" for name, form in forms.items())
     lines.append(f"90% intervals: {', '.join(spans)}")
+    if b["value"] <= STEEPEST:
+        lines.append(f"b is at its limit of {STEEPEST:g}: the error falls faster than a power law, so predictions mean little")
     if not found["floor_known"]:
         lines.append("these sizes cannot show whether the curve levels off: c may be 0")
     if found["scattered"]:
@@ -187,6 +189,8 @@ def _predicted(found: Mapping[str, Any]) -> list[str]:
         span = "" if math.isnan(low) else f" [90%: {_count(low)} to {_count(high) if math.isfinite(high) else 'no limit'}]"
         return [*lines, f"{metric} {target['error']:g} would need about {_count(target['value'])} samples{span}"]
     best = f"; within its interval, at least {_count(low)} samples" if math.isfinite(low) else ""
+    if not found["fit"]["floor_known"]:
+        return [*lines, f"{metric} {target['error']:g}: these sizes cannot say whether more data alone would reach it{best}"]
     level = f"the curve levels off at {found['fit']['c']['value']:.4f}{best}"
     return [*lines, f"{metric} {target['error']:g} is out of reach of more data alone: {level}"]
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from paceline.config import Config
-from paceline.errors import UsageError, unknown
+from paceline.errors import Stopped, UsageError, unknown
 from paceline.evaluate import WEIGHTS, is_main, start_stages, to_flags
 from paceline.files import finite
 from paceline.output import make_table, plural, say, stages
@@ -83,6 +83,9 @@ def run(options: dict[str, Any]) -> int:
         request = Request(sets=("train",), precision="fp32", **{name: options[name] for name in named})
         command = ["sharpness", *flags, *(["--json"] if as_json else [])]
         found = in_world(request, command, lambda here: measure(request, chosen, here))
+    except (KeyboardInterrupt, Stopped) as stop:
+        why = "Ctrl-C" if isinstance(stop, KeyboardInterrupt) or stop.exit_code == 130 else "a signal"
+        raise Stopped(f"stopped by {why}; finished measures are kept: the same command continues", why) from None
     finally:
         stages.stop()
     if found is not None and is_main():

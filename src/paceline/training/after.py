@@ -219,9 +219,11 @@ def _choose_data(given: str, task: Task, config: Config, *, predicts: bool) -> t
 
 def _choose_sets(names: Sequence[str], task: Task, config: Config) -> Chosen:
     """The training data, the main validation set, or both."""
+    if task.validation is None and TRAIN not in names:
+        raise UsageError(f"task {task.name} has no validation data: use --sets train")
     chosen: dict[str, Source] = {}
     for name in names:
-        if name == TRAIN or task.validation is not None or len(names) == 1:
+        if name == TRAIN or task.validation is not None:
             source, _ = _choose_data(TRAIN if name == TRAIN else "", task, config, predicts=True)
             chosen[name] = next(iter(source.values())) if isinstance(source, Mapping) else source
     return chosen

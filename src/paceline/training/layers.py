@@ -112,16 +112,23 @@ class FarLayers:
         if adapts:
             self._advice = "--adapt-all scales the steps of norm layers and biases, too"
         self._told: set[tuple[str, bool]] = set()
+        self._before: set[tuple[str, bool]] = set()
+        """Which were too fast (True) or too slow in the last row."""
 
     def lines(self, row: Mapping[str, Any]) -> list[str]:
-        """What is new in a row of kind "layers"."""
+        """What is new in a row of kind "layers", if the row before had it too.
+
+        A parameter that starts at 0 moves by about its own size at first.
+        """
         columns = (row[name] for name in ("names", "update_ratio", "gradient_norm"))
         layers: list[tuple[str, float, Any]] = [each for each in zip(*columns, strict=True) if each[1] is not None]
         moving = [ratio for _, ratio, _ in layers if ratio]
         middle = median(moving) if moving else 0.0
         far = [each for each in layers if moving and not middle / FAR <= each[1] <= middle * FAR]
-        new = [each for each in far if (each[0], each[1] > middle) not in self._told]
-        self._told |= {(name, ratio > middle) for name, ratio, _ in new}
+        marks = {(name, ratio > middle) for name, ratio, _ in far}
+        new = [each for each in far if (each[0], each[1] > middle) in self._before - self._told]
+        self._told |= marks & self._before
+        self._before = marks
         lines = [self._describe(*each, middle) for each in new[:_MOST_LINES]]
         left = len(new) - _MOST_LINES
         return [*lines, f"{plural(left, 'more layer')} too fast or too slow: see the report"] if left > 0 else lines

@@ -33,9 +33,19 @@ class Snapshots:
 
     def begin(self, step: int, resumed: bool) -> None:
         """The run starts at this step. A resumed run has a snapshot of it already, if one was due and could be written."""
+        if self._folder is not None:
+            self._remove_after(step)
         missing = self._folder is not None and not path_of(self._folder, step).is_file()
         if self._run.config.snapshots and (not resumed or (missing and self._is_due(step))):
             self._take(step)
+
+    def _remove_after(self, step: int) -> None:
+        """Remove the snapshots of steps that come again: a run that is shorter now would keep some of them."""
+        assert self._folder is not None
+        with suppress(OSError, RecordError):
+            for later, path in list_snapshots(self._folder.parent):
+                if later > step:
+                    path.unlink()
 
     def after(self, step: int, apart: bool) -> None:
         """This many steps are done. While parts have weights of their own (`apart`), a snapshot that is due waits."""

@@ -148,3 +148,19 @@ def test_a_small_curve_of_a_task_without_accuracy_or_labels(capsys):
     assert "16 of 64 samples, chosen by the seed, not stratified" in first["data"]
     assert cli.run(argv) == 0
     assert "3 already done" in capsys.readouterr().out
+
+
+def test_the_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    from paceline.learning_curve.curve import _check_folder
+
+    _check_folder(tmp_path / "new", "a")
+    own, other = tmp_path / "own", tmp_path / "run"
+    own.mkdir()
+    other.mkdir()
+    (own / "study.json").write_text('{"study": {"task": "a"}}')
+    _check_folder(own, "a")
+    with pytest.raises(UsageError, match="own holds runs of task a: choose another --name"):
+        _check_folder(own, "b")
+    (other / "metrics.jsonl").touch()
+    with pytest.raises(UsageError, match="run holds something other than a learning curve: choose another --name"):
+        _check_folder(other, "a")

@@ -1,6 +1,7 @@
 """--snapshots: which steps are kept, what is in a file, and what happens if one cannot be written or read."""
 
 import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -151,6 +152,19 @@ def test_a_longer_run_goes_on_with_its_own_steps(tmp_path: Path) -> None:
     run(tmp_path)
     run(tmp_path, resumes=True, epochs=4)
     assert steps_in(tmp_path) == [0, 6, 12, 18, 24, 36]
+
+
+def test_steps_that_come_again_leave_none_behind(tmp_path: Path) -> None:
+    """A run that was killed before its first checkpoint begins again, and may be shorter then."""
+    run(tmp_path, epochs=4)
+    shutil.rmtree(tmp_path / "checkpoints")
+    whole = [step for step, _ in list_snapshots(tmp_path)]
+    run(tmp_path, resumes=True, epochs=1)
+    short = [step for step, _ in list_snapshots(tmp_path)]
+    assert max(short) < max(whole)
+    shutil.rmtree(tmp_path)
+    run(tmp_path, epochs=1)
+    assert short == [step for step, _ in list_snapshots(tmp_path)]
 
 
 def test_while_parts_differ_they_wait(tmp_path: Path) -> None:

@@ -161,6 +161,11 @@
     tickfont: { color: look.ink }, ...ticksOf(scale), ...(look.narrow ? { thickness: 9, xpad: 4 } : {}),
   });
 
+  // Plotly makes the id of a contour's clip path from its uid, so each on the page needs its own: else the first clips them all.
+  const uids = new WeakMap();
+  let made = 0;
+  const ownUid = (found) => uids.get(found) || uids.set(found, `contour${++made}`).get(found);
+
   function contourFigure(found, set, context) {
     const { look } = context, scale = scaleOf(set.loss.flat()), [first, second] = axisTitles(found, look.narrow);
     const spans = [found.x, found.y].map((side) => side.at(-1) - side[0] || 1), ratio = spans[0] / spans[1];
@@ -170,7 +175,7 @@
       height: Math.min(520, 0.8 * look.width + 60), width: 680, keys: keysOf(found, look),
       data: [
         {
-          type: "contour", uid: "contour", x: found.x, y: found.y, z: set.loss.map((row) => row.map(scale.at)),
+          type: "contour", uid: ownUid(found), x: found.x, y: found.y, z: set.loss.map((row) => row.map(scale.at)),
           colorscale: "Viridis", zmin: scale.low, zmax: scale.high, autocontour: false, connectgaps: false,
           contours: scale.levels,
           line: { width: 0.5, color: "rgba(255,255,255,.35)" }, colorbar: barOf(scale, look), text: pointWords(found, set),

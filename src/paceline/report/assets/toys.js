@@ -73,7 +73,7 @@
 
   function surface(toy, solid, look) {
     const z = toy.z.map((row) => row.map((value) => lift(toy, value))), [low, high] = SCALES[look.theme][Number(solid)];
-    const shared = { x: toy.x, y: toy.y, z, colorscale: [[0, low], [1, high]], showscale: false, uid: `surface-${solid}` };
+    const shared = { x: toy.x, y: toy.y, z, colorscale: [[0, low], [1, high]], showscale: false, uid: `${toy.toy}-${solid}` };
     if (solid) {
       return {
         ...shared, type: "surface", hoverinfo: "skip", lighting: { ambient: 0.75, diffuse: 0.5, specular: 0.05 },
