@@ -151,3 +151,11 @@ def test_the_sharpness_of_several_runs_is_side_by_side(page: "Page", folder: Pat
     page.locator(".chip", has_text="small").click()
     page.wait_for_function("() => document.querySelector('[data-key=density] .plot').data.length === 2")
     assert page.locator("#sharpness thead th").all_inner_texts()[:3] == ["measure", "large", "what it means"]
+
+
+def test_each_surface_is_clipped_by_itself(page: "Page", folder: Path, tmp_path: Path) -> None:
+    """Surfaces of two runs, with different axes. Equal ids would clip all of them like the first."""
+    show(page, folder, "clips", *(make_landscapes(make_train(tmp_path / name), ("plane", "path")) for name in ("a", "b")))
+    found = page.evaluate("[...document.querySelectorAll('#landscape clipPath')].map(each => each.id)")
+    assert len([name for name in found if name.startswith("clipcontour")]) == 4
+    assert len(found) == len(set(found))

@@ -318,3 +318,8 @@ def test_the_page_about_surfaces_has_the_benchs_numbers() -> None:
         bounds = f"{of['min']:.{digits}f} to {of['max']:.{digits}f}, n = {of['n']}" if of["n"] > 1 else f"n = {of['n']}"
         times = f"| {found['times_faster_than'][name]:.1f} |" if name != "paceline" else ""
         assert re.search(rf"{of['median']:.{digits}f} \({re.escape(bounds)}\) {re.escape(times)}", text), name
+    found = json.loads((ROOT / "bench" / "results" / "landscape_cpu.json").read_text())
+    of, times = found["seconds"]["paceline"], found["times_faster_than"]
+    assert f"took {of['median']:.1f} s ({of['min']:.1f} to {of['max']:.1f}, n = {of['n']})" in text
+    assert f"loss-landscapes took {times['loss-landscapes']:.1f} times as long" in text
+    assert f"the loop with a loader pass per point {times['loader']:.1f} times" in text
