@@ -102,11 +102,11 @@ def test_the_place_in_time_survives_other_colors_and_3d_keeps_the_paths(page: "P
     assert page.evaluate("document.querySelector('article .plot').data[0].colorscale") != contours
     if not line.locator(".solid").is_enabled():
         return  # this browser has no WebGL: the button says so
-    line.locator(".solid").click()
+    line.locator(".solid").click(timeout=100_000)  # WebGL on a busy CPU
     page.wait_for_function("document.querySelector('article .plot').data[0].type === 'surface'")
     head: Any = page.evaluate("document.querySelector('article .plot').data.find(t => t.uid.startsWith('head-0'))")
     assert (head["type"], head["x"]) == ("scatter3d", [1.4])
-    line.locator(".solid").click()
+    line.locator(".solid").click(timeout=100_000)  # WebGL on a busy CPU
     page.wait_for_function("document.querySelector('article .plot').data[0].type === 'contour'")
 
 

@@ -36,7 +36,7 @@ def test_bash_completes_verbs_flags_choices_and_files(runs, tmp_path):
         "--reduce=exact",
         "--seeds",
         "list fetch verify",
-        "scale study",
+        "scale sharpness study",
         "",
         "complete -o default -F _paceline paceline",
     ]
